@@ -1,31 +1,38 @@
 """Cuts the traced loss of a model at its stack of layers, for the stages of a pipeline.
 
-The loss has one `scan` over parameters that are stacked in dim `layers`. What stands before it belongs to the first
-stage, its body is the layer, what stands after it belongs to the last stage. A value that crosses the cut is
+What stands before the layers belongs to the first stage, what stands after them to the last. A value that crosses the
+cut is
 
-- computed again where it is read, if it depends on the batch, the key and constants alone (a mask, a table of
-  positions, the keys of dropout), or if it costs no matrix product (an embedding, a cast);
-- sent along else, as a part of what layers pass to each other: its gradient returns the same way.
+- computed again where it is read, if it depends on no parameter (a mask, a table of positions, the keys of dropout), or
+  if it takes no matrix product and no loop (an embedding, a cast);
+- sent along else, as a part of what layers pass to each other. Its gradient returns the same way, so it is counted once.
+
+What each layer returns beside, such as its share of an auxiliary loss, is collected in an array that is sent along too.
 
 This file depends on JAX's internals: it builds jaxprs with `jax.extend.core`, as `parallel.pipeline.split` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from meshpar.errors import ShardingError
+from meshpar.partition.blocks import blocks, sunk
 from meshpar.partition.rules.loops import scan_counts
 from meshpar.partition.source import Source
+from meshpar.partition.stack import Atom, Own, Row, Stack, each, is_literal
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
-_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
+_DEAR = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
 """Operations that are not computed a second time on another stage."""
+LAYERS = "layers"
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,17 @@ class Cut:
 
     Args:
       num_layers: the number of layers.
-      stacked: the arguments of the loss that have a row for each layer.
-      data: the arguments that are no parameters.
-      outer: the arguments without those of `stacked`.
+      own: the layers' parameters.
+      data: the arguments of the loss that are no parameters.
+      outer: the arguments without those of `own`.
       first: (*outer) -> the message that the first layer gets.
       shared: (*data) -> values that every layer reads, then `num_rows` arrays of which it reads its row.
-      layer: (*shared, *message, *its row of `stacked`) -> message.
+      layer: (*shared, *message, *its own) -> message.
       last: (*outer, *message) -> results of the loss.
     """
 
     num_layers: int
-    stacked: tuple[int, ...]
+    own: tuple[Own, ...]
     data: tuple[int, ...]
     outer: tuple[int, ...]
     first: ClosedJaxpr
@@ -53,170 +60,307 @@ class Cut:
     layer: ClosedJaxpr
     last: ClosedJaxpr
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the layers' parameters are stacked, and not arguments for each layer."""
+        return all(isinstance(one, int) for one in self.own)
 
-def cut(closed: ClosedJaxpr, names: Sequence[str], stacks: Sequence[int], num_params: int) -> Cut:
+    @property
+    def of_layers(self) -> tuple[int, ...]:
+        """The arguments that are parameters of layers."""
+        return _arguments(self.own)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a loss: the path of a parameter, or the name of another array, and its shape and dims."""
+
+    name: str
+    aval: Any
+    dims: tuple[str, ...] = ()
+
+
+def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int) -> Cut:
     """Cuts a loss.
 
     Args:
-      names: of the arguments, for errors.
-      stacks: the arguments whose first dim is `layers`.
-      num_params: the first so many arguments are parameters.
+      arguments: all of them; the first `num_params` are parameters.
 
     Raises:
       ShardingError: it has no stack of layers, or a value cannot cross the cut.
     """
-    return _Cutter(flattened(closed), names, stacks, num_params).cut()
+    flat = sunk(flattened(closed), num_params)
+    stacks = [*_scans(flat, arguments), *_lists(flat, arguments[:num_params])]
+    if not stacks:
+        raise ShardingError(_NOTHING)
+
+    def size(stack: Stack) -> int:
+        return sum(math.prod(arguments[i].aval.shape) for i in _arguments(stack.own))
+
+    errors = []
+    for stack in sorted(stacks, key=size, reverse=True):
+        try:
+            return _Cutter(flat, stack, arguments, num_params).cut()
+        except ShardingError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+_NOTHING = (
+    "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters whose first dim is "
+    "called layers, and no parameters with numbered paths that are used by equal operations one after the other; apply "
+    "the layers by nn.scan(..., metadata_params={nn.PARTITION_NAME: 'layers'}), by nnx.scan, or by jax.lax.scan with "
+    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other"
+)
+
+
+def _arguments(own: Iterable[Own]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(i for one in own for i in (one if isinstance(one, tuple) else (one,))))
+
+
+def _scans(flat: ClosedJaxpr, arguments: Sequence[Argument]) -> Iterator[Stack]:
+    """Each loop over parameters that are stacked in their first dim, `layers`."""
+    place = {v: i for i, v in enumerate(flat.jaxpr.invars)}
+    for number, eqn in enumerate(flat.jaxpr.eqns):
+        if eqn.primitive.name != "scan":
+            continue
+        num_consts, num_carry = scan_counts(eqn.params)
+        scanned = eqn.invars[num_consts + num_carry :]
+        own = [not is_literal(v) and v in place and arguments[place[v]].dims[:1] == (LAYERS,) for v in scanned]
+        if not any(own) or eqn.params["reverse"]:
+            continue
+        body = eqn.params["jaxpr"].jaxpr
+        inner = body.invars[num_consts + num_carry :]
+        invars = [
+            *body.invars[:num_consts],
+            *(v for v, is_own in zip(inner, own, strict=True) if not is_own),
+            *body.invars[num_consts : num_consts + num_carry],
+            *(v for v, is_own in zip(inner, own, strict=True) if is_own),
+        ]
+        used = {v for e in flat.jaxpr.eqns for v in e.invars if not is_literal(v)} | {
+            v for v in flat.jaxpr.outvars if not is_literal(v)
+        }
+        kept = [i for i, v in enumerate(eqn.outvars) if i < num_carry or v in used]
+        open_ = Jaxpr(
+            body.constvars, invars, [body.outvars[i] for i in kept], body.eqns, body.effects,
+            debug_info=body.debug_info,
+        )  # fmt: skip
+        yield Stack(
+            start=number,
+            stop=number + 1,
+            num_layers=eqn.params["length"],
+            body=ClosedJaxpr(open_, eqn.params["jaxpr"].consts),
+            consts=tuple(eqn.invars[:num_consts]),
+            rows=tuple(v for v, is_own in zip(scanned, own, strict=True) if not is_own),
+            carry=tuple(eqn.invars[num_consts : num_consts + num_carry]),
+            own=tuple(place[v] for v, is_own in zip(scanned, own, strict=True) if is_own),
+            outs=tuple(eqn.outvars[:num_carry]),
+            collected=tuple(eqn.outvars[i] for i in kept if i >= num_carry),
+        )
+
+
+def _lists(flat: ClosedJaxpr, params: Sequence[Argument]) -> Iterator[Stack]:
+    sizes = [(p.aval.shape, p.aval.dtype, p.dims) for p in params]
+    return blocks(flat, [p.name.removesuffix(".value") for p in params], sizes)
 
 
 @dataclass
 class _Cutter:
     flat: ClosedJaxpr
-    names: Sequence[str]
-    stacks: Sequence[int]
+    stack: Stack
+    arguments: Sequence[Argument]
     num_params: int
     producer: dict[Var, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number, eqn in enumerate(self.flat.jaxpr.eqns):
             self.producer.update(dict.fromkeys(eqn.outvars, number))
-        self.argument = {v: i for i, v in enumerate(self.flat.jaxpr.invars)}
+        invars = self.flat.jaxpr.invars
+        self.place = {v: i for i, v in enumerate(invars)}
+        self.of_layers = {invars[i] for i in _arguments(self.stack.own)}
+        self.of_params = self._reached(invars[: self.num_params])
+        inside = self.flat.jaxpr.eqns[self.stack.start : self.stack.stop]
+        self.late = self._reached([v for eqn in inside for v in eqn.outvars])
 
     def cut(self) -> Cut:
-        number, scan = self._scan()
-        num_consts, num_carry = scan_counts(scan.params)
-        body = scan.params["jaxpr"]
-        consts, carry = scan.invars[:num_consts], scan.invars[num_consts : num_consts + num_carry]
-        scanned = scan.invars[num_consts + num_carry :]
-        inner_consts, inner_carry = body.jaxpr.invars[:num_consts], body.jaxpr.invars[num_consts : len(consts) + num_carry]
-        inner_scanned = body.jaxpr.invars[num_consts + num_carry :]
+        stack, invars = self.stack, self.flat.jaxpr.invars
+        self._check_rows()
+        num_consts, num_rows, num_carry = len(stack.consts), len(stack.rows), len(stack.carry)
+        body = stack.body.jaxpr
+        sent_inside = [i for i, v in enumerate(stack.consts) if _is_in(v, self.of_params)]
+        fixed = [i for i in range(num_consts) if i not in sent_inside]
+        after, again, sent_after = self._after()
+        sent: list[Atom] = [stack.consts[i] for i in sent_inside]
+        sent += [v for v in sent_after if v not in sent]
+        collected = [jax.ShapeDtypeStruct((stack.num_layers, *v.aval.shape), v.aval.dtype) for v in body.outvars[num_carry:]]
+        self._check_message([*stack.carry, *sent], collected)
+        outer = tuple(i for i, v in enumerate(invars) if v not in self.of_layers)
+        data = tuple(range(self.num_params, len(invars)))
+        needed = self._needed([*stack.carry, *sent])
+        self._check_layers_alone([*after, *again, *needed])
 
-        of_params = self._reached(self.flat.jaxpr.invars[: self.num_params])
-        late = self._reached(scan.outvars)
-        taken = [(v, inner) for v, inner in zip(scanned, inner_scanned, strict=True) if self._is_stack(v)]
-        rows = [(v, inner) for v, inner in zip(scanned, inner_scanned, strict=True) if not self._is_stack(v)]
-        shared = [(v, inner) for v, inner in zip(consts, inner_consts, strict=True) if not self._is_in(v, of_params)]
-        sent = [(v, inner) for v, inner in zip(consts, inner_consts, strict=True) if self._is_in(v, of_params)]
-        for v, _ in rows:
-            if self._is_in(v, of_params):
-                self._refuse(v, "layers scan it, and it is computed from parameters before", "scan the parameters as they are")
-        after = [i for i, eqn in enumerate(self.flat.jaxpr.eqns) if any(self._is_in(v, late) for v in eqn.invars)]
-        results = [v for v in self.flat.jaxpr.outvars]
-        again, crossing = self._read_after(after, results, late)
-        sent += [(v, None) for v in crossing if v not in [one for one, _ in sent]]
-
-        stacked = tuple(dict.fromkeys(self.argument[v] for v, _ in taken))
-        outer = tuple(i for i in range(len(self.flat.jaxpr.invars)) if i not in stacked)
-        data = tuple(range(self.num_params, len(self.flat.jaxpr.invars)))
-        arguments = [self.flat.jaxpr.invars[i] for i in outer]
-        ys = scan.outvars[num_carry:]
-        last_eqns = sorted({*after, *again})
-        read = {v for i in last_eqns for v in self.flat.jaxpr.eqns[i].invars if not _is_literal(v)} | {
-            v for v in results if not _is_literal(v)
-        }
-        for v in ys:
-            if v in read:
-                self._refuse(v, "it has a row for each layer, and is read after the layers", "add it up in what the layers carry")
-        kept = [Var(v.aval) if inner is None else inner for v, inner in sent]
-        message_in = [*inner_carry, *kept]
-        layer = Jaxpr(
-            body.jaxpr.constvars,
-            [*(inner for _, inner in (*shared, *rows)), *message_in, *(inner for _, inner in taken)],
-            [*body.jaxpr.outvars[:num_carry], *kept], body.jaxpr.eqns, body.jaxpr.effects, body.jaxpr.debug_info,
-        )  # fmt: skip
-        last = self._program(
-            last_eqns, [*arguments, *scan.outvars[:num_carry], *(v for v, _ in sent)], results
+        start = self._program([*stack.carry, *sent], [invars[i] for i in outer], needed)
+        row_atoms = [v for row in stack.rows for v in each(row)]
+        values = self._program([*(stack.consts[i] for i in fixed), *row_atoms], [invars[i] for i in data])
+        end = self._program(
+            self.flat.jaxpr.outvars,
+            [*(invars[i] for i in outer), *stack.outs, *sent, *(v for ys in stack.collected for v in each(ys))],  # pyright: ignore
+            {*after, *again},
         )
-        self._check_stacks(stacked, last_eqns, [*carry, *(v for v, _ in sent)])
+        run = jaxpr_as_fun(stack.body)
+
+        def first(*arguments: Any) -> list[Any]:
+            return [*jaxpr_as_fun(start)(*arguments), *(jnp.zeros(x.shape, x.dtype) for x in collected)]
+
+        def shared(*arguments: Any) -> list[Any]:
+            found = iter(jaxpr_as_fun(values)(*arguments))
+            consts = [next(found) for _ in fixed]
+            rows = [
+                jnp.stack([next(found) for _ in row]) if isinstance(row, tuple) else next(found) for row in stack.rows
+            ]
+            return [*consts, *rows, *([jnp.arange(stack.num_layers)] if collected else [])]
+
+        def layer(*given: Any) -> list[Any]:
+            consts, rest = given[: len(fixed)], given[len(fixed) :]
+            rows, rest = rest[:num_rows], rest[num_rows:]
+            index, rest = (rest[0], rest[1:]) if collected else (None, rest)
+            carry, rest = rest[:num_carry], rest[num_carry:]
+            along, rest = rest[: len(sent)], rest[len(sent) :]
+            arrays, own = rest[: len(collected)], rest[len(collected) :]
+            all_consts: dict[int, Any] = dict(zip(fixed, consts, strict=True))
+            all_consts |= dict(zip(sent_inside, along, strict=False))
+            made = run(*(all_consts[i] for i in range(num_consts)), *rows, *carry, *own)
+            arrays = [a.at[index].set(y) for a, y in zip(arrays, made[num_carry:], strict=True)]
+            return [*made[:num_carry], *along, *arrays]
+
+        def last(*given: Any) -> list[Any]:
+            num_others = len(outer) + num_carry + len(sent)
+            others, arrays = given[:num_others], given[num_others:]
+            apart = [
+                y
+                for ys, a in zip(stack.collected, arrays, strict=True)
+                for y in ([a[m] for m in range(len(ys))] if isinstance(ys, tuple) else [a])
+            ]
+            return jaxpr_as_fun(end)(*others, *apart)
+
+        def structs(atoms: Iterable[Any]) -> list[Any]:
+            return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
+
+        message = [*structs([*stack.carry, *sent]), *collected]
+        in_body = structs(body.invars)
+        taken = [*(in_body[i] for i in fixed), *in_body[num_consts : num_consts + num_rows]]
+        index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if collected else []
+        own = in_body[num_consts + num_rows + num_carry :]
         return Cut(
-            num_layers=scan.params["length"],
-            stacked=stacked,
+            num_layers=stack.num_layers,
+            own=stack.own,
             data=data,
             outer=outer,
-            first=self._program_of([*carry, *(v for v, _ in sent)], arguments),
-            shared=self._program_of([v for v, _ in (*shared, *rows)], [self.flat.jaxpr.invars[i] for i in data]),
-            num_rows=len(rows),
-            layer=ClosedJaxpr(layer, body.consts),
-            last=last,
+            first=_traced(first, structs(invars[i] for i in outer)),
+            shared=_traced(shared, structs(invars[i] for i in data)),
+            num_rows=num_rows + len(index),
+            layer=_traced(layer, [*taken, *index, *message, *own]),
+            last=_traced(last, [*structs(invars[i] for i in outer), *message]),
         )
 
-    def _scan(self) -> tuple[int, Any]:
-        found = [
-            (number, eqn)
-            for number, eqn in enumerate(self.flat.jaxpr.eqns)
-            if eqn.primitive.name == "scan" and any(self._is_stack(v) for v in eqn.invars[sum(scan_counts(eqn.params)) :])
+    # What crosses the cut ------------------------------------------------------------------------------------------
+
+    def _after(self) -> tuple[list[int], set[int], list[Var]]:
+        """The operations of the last stage; those of the first that it repeats; and values that are sent to it."""
+        eqns = self.flat.jaxpr.eqns
+        results = self.flat.jaxpr.outvars
+        after = [
+            i
+            for i in self._needed(results)
+            if i >= self.stack.stop and any(_is_in(v, self.late) for v in eqns[i].invars)
         ]
-        if len(found) != 1:
-            raise ShardingError("TODO")
-        return found[0]
-
-    def _is_stack(self, v: Any) -> bool:
-        return not _is_literal(v) and self.argument.get(v) in self.stacks
-
-    def _is_in(self, v: Any, among: set[Var]) -> bool:
-        return not _is_literal(v) and v in among
+        read = dict.fromkeys(
+            v
+            for atoms in (*(eqns[i].invars for i in sorted(after)), results)
+            for v in atoms
+            if not is_literal(v) and v not in self.late and v in self.producer
+        )
+        again: set[int] = set()
+        sent = []
+        for v in read:
+            needed = self._needed([v])
+            if v in self.of_params and any(_is_dear(eqns[i]) for i in needed):
+                sent.append(v)
+            else:
+                again |= needed
+        return after, again, sent
 
     def _reached(self, start: Iterable[Var]) -> set[Var]:
         """The values that depend on any of these, and these."""
         reached = {*start}
         for eqn in self.flat.jaxpr.eqns:
-            if any(self._is_in(v, reached) for v in eqn.invars):
+            if any(_is_in(v, reached) for v in eqn.invars):
                 reached.update(eqn.outvars)
         return reached
 
-    def _needed(self, targets: Iterable[Any], given: Iterable[Var] = ()) -> set[int]:
-        """The equations that compute these values, from the arguments and what is given."""
-        given, found = {*given}, set()
-        todo = [v for v in targets if not _is_literal(v)]
+    def _needed(self, targets: Iterable[Any]) -> set[int]:
+        """The operations that compute these values from the arguments."""
+        found: set[int] = set()
+        todo = [v for v in targets if not is_literal(v)]
         while todo:
-            v = todo.pop()
-            number = self.producer.get(v)
-            if v not in given and number is not None and number not in found:
+            number = self.producer.get(todo.pop())
+            if number is not None and number not in found:
                 found.add(number)
-                todo += [u for u in self.flat.jaxpr.eqns[number].invars if not _is_literal(u)]
+                todo += [u for u in self.flat.jaxpr.eqns[number].invars if not is_literal(u)]
         return found
 
-    def _read_after(self, after: Sequence[int], results: Sequence[Any], late: set[Var]) -> tuple[set[int], list[Var]]:
-        """What the last stage reads of what stands before the layers: equations to repeat, and values to send."""
-        read = dict.fromkeys(
-            v
-            for atoms in (*(self.flat.jaxpr.eqns[i].invars for i in after), results)
-            for v in atoms
-            if not _is_literal(v) and v not in late and v in self.producer
-        )
-        again: set[int] = set()
-        sent = []
-        of_params = self._reached(self.flat.jaxpr.invars[: self.num_params])
-        for v in read:
-            needed = self._needed([v])
-            is_dear = any(self.flat.jaxpr.eqns[i].primitive.name in _PRODUCTS for i in needed)
-            if is_dear and v in of_params:
-                sent.append(v)
-            else:
-                again |= needed
-        return again, sent
-
-    def _check_stacks(self, stacked: Sequence[int], last: Sequence[int], message: Sequence[Any]) -> None:
-        first = self._needed(message)
-        for number in sorted({*last, *first}):
-            for v in self.flat.jaxpr.eqns[number].invars:
-                if self._is_stack(v):
-                    self._refuse(v, "...", "...", number)
-
-    def _program_of(self, targets: Sequence[Any], invars: Sequence[Var]) -> ClosedJaxpr:
-        return self._program(sorted(self._needed(targets)), invars, targets)
-
-    def _program(self, numbers: Sequence[int], invars: Sequence[Var], outvars: Sequence[Any]) -> ClosedJaxpr:
+    def _program(self, outvars: Sequence[Any], invars: Sequence[Var], numbers: Iterable[int] | None = None) -> ClosedJaxpr:
         of = self.flat.jaxpr
-        eqns = [of.eqns[number] for number in numbers]
-        effects = set().union(*(eqn.effects for eqn in eqns))
+        eqns = [of.eqns[number] for number in sorted(self._needed(outvars) if numbers is None else numbers)]
+        effects = frozenset().union(*(eqn.effects for eqn in eqns))
         jaxpr = Jaxpr(of.constvars, list(invars), list(outvars), eqns, effects, debug_info=of.debug_info)
         return ClosedJaxpr(jaxpr, self.flat.consts)
 
-    def _refuse(self, v: Var, what: str, fix: str, number: int | None = None) -> None:
+    # What cannot ---------------------------------------------------------------------------------------------------
+
+    def _check_rows(self) -> None:
+        for v in (v for row in self.stack.rows for v in each(row)):
+            if _is_in(v, self.of_params):
+                what = "each layer reads its own part of a value that is computed from parameters before the layers"
+                self._refuse(v, what, "compute it inside of the layer")
+
+    def _check_message(self, values: Sequence[Atom], collected: Sequence[Any]) -> None:
+        for v in values:
+            if not jnp.issubdtype(v.aval.dtype, jnp.floating):
+                what = "layers pass it to each other, and it has no gradient to send back"
+                self._refuse(v, what, "compute it from the batch inside of the layer")
+        for v, one in zip(self.stack.collected, collected, strict=True):
+            if not jnp.issubdtype(one.dtype, jnp.floating):
+                self._refuse(each(v)[0], "each layer returns it, and it is no floating-point number", "cast it to a float")
+
+    def _check_layers_alone(self, numbers: Iterable[int]) -> None:
+        """Checks that nothing but the layers reads their parameters."""
+        for number in sorted(numbers):
+            for v in self.flat.jaxpr.eqns[number].invars:
+                if _is_in(v, self.of_layers):
+                    what = "only the stage that stores a layer has its parameters, and this reads those of all layers"
+                    self._refuse(v, what, "leave it out, or let the optimizer do it, as weight decay does", number)
+
+    def _refuse(self, v: Any, what: str, fix: str, number: int | None = None) -> None:
         number = self.producer.get(v) if number is None else number
         at = Source.of(self.flat.jaxpr.eqns[number]).line if number is not None else "the loss"
-        name = self.names[self.argument[v]] if v in self.argument else str(v.aval)
-        raise ShardingError(f"{at}: a pipeline cannot cut the model at {name}: {what}; {fix}")
+        name = self.arguments[self.place[v]].name if v in self.place else v.aval.str_short(short_dtypes=True)
+        raise ShardingError(f"{at}: {name}: a pipeline cannot cut the model here: {what}; {fix}")
+
+
+def _is_in(v: Any, among: set[Var]) -> bool:
+    return not is_literal(v) and v in among
+
+
+def _is_dear(eqn: Any) -> bool:
+    if eqn.primitive.name in _DEAR:
+        return True
+    inner = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
+    return any(_is_dear(one) for jaxpr in inner if jaxpr is not None for one in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _traced(function: Callable[..., list[Any]], structs: Sequence[Any]) -> ClosedJaxpr:
+    return jax.make_jaxpr(function)(*structs)
 
 
 def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -226,7 +370,7 @@ def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     def walk(jaxpr: Jaxpr, env: dict[Var, Any], is_inner: bool) -> list[Any]:
         def read(v: Any) -> Any:
-            return v if _is_literal(v) else env.get(v, v)
+            return v if is_literal(v) else env.get(v, v)
 
         for eqn in jaxpr.eqns:
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -250,15 +394,8 @@ def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _has_scan(jaxpr: Any) -> bool:
-    open_ = getattr(jaxpr, "jaxpr", jaxpr)
-    if open_ is None:
-        return False
     return any(
         eqn.primitive.name == "scan"
         or (eqn.primitive.name in _CALLS and _has_scan(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))))
-        for eqn in open_.eqns
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
-
-
-def _is_literal(v: Any) -> bool:
-    return isinstance(v, Literal)

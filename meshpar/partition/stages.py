@@ -18,17 +18,16 @@ from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.model import PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
-from meshpar.partition.cut import Cut, cut
+from meshpar.partition.cut import LAYERS, Argument, Cut, cut
 from meshpar.partition.layout import Layout
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
 from meshpar.partition.rules import RULES
 from meshpar.partition.rules.loops import Body, carried_layout, planned_body, used_as
+from meshpar.partition.stack import Own
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths
-
-LAYERS = "layers"
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,11 @@ class StagedLoss:
         arguments = self._arguments
         with of_whole_arrays(self.ctx):
             closed, results = traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
-        specs = jax.tree.leaves(self.loss.params)
-        stacks = [i for i, spec in enumerate(specs) if spec.dims[:1] == (LAYERS,)]
-        names = [*flatten_with_paths(self.loss.params), *(f"batch[{name!r}]" for name in sorted(self._batch)), "key"]
-        return cut(closed, names, stacks, len(specs)), results
+            specs = flatten_with_paths(self.loss.params)
+            others = [*(f"batch[{name!r}]" for name in sorted(self._batch)), "key"]
+            names = [*((path, spec.dims) for path, spec in specs.items()), *((name, ()) for name in others)]
+            found = [Argument(name, v.aval, dims) for (name, dims), v in zip(names, closed.jaxpr.invars, strict=False)]
+            return cut(closed, found, len(specs)), results
 
     @property
     def num_layers(self) -> int:
@@ -73,13 +73,21 @@ class StagedLoss:
     def stacked_layers(self) -> int:
         return self.cut.num_layers
 
+    @property
+    def is_stacked(self) -> bool:
+        return self.cut.is_stacked
+
     def divided(self, params: Any) -> dict[str, Any]:
         leaves = jax.tree.leaves(params, is_leaf=is_masked)
-        stacked = {str(i): leaves[i] for i in self.cut.stacked}
-        return {LAYERS: stacked} | {str(i): x for i, x in enumerate(leaves) if i not in self.cut.stacked}
+        of_layers = self.cut.of_layers
+        stacked = {_name(own): _stacked([leaves[i] for i in _each(own)], own) for own in self.cut.own}
+        return {LAYERS: stacked} | {str(i): x for i, x in enumerate(leaves) if i not in of_layers}
 
     def joined(self, divided: dict[str, Any]) -> Any:
-        leaves = {**divided, **divided[LAYERS]}
+        leaves = dict(divided)
+        for own in self.cut.own:
+            x = divided[LAYERS][_name(own)]
+            leaves |= {str(i): x if is_masked(x) or isinstance(own, int) else x[m] for m, i in enumerate(_each(own))}
         tree = jax.tree.structure(self.loss.params)
         return jax.tree.unflatten(tree, [leaves[str(i)] for i in range(tree.num_leaves)])
 
@@ -122,7 +130,7 @@ class _Parts:
         self.staged = staged
         self.outer = [layouts[i] for i in cut.outer]
         self.data = [layouts[i] for i in cut.data]
-        self.own = [_row(layouts[i]) for i in cut.stacked]
+        self.own = [_row(layouts[own]) if isinstance(own, int) else layouts[own[0]] for own in cut.own]
         self.first = Scope(ctx, RULES)
         self.shared = Scope(ctx, RULES)
         self.last = Scope(ctx, RULES)
@@ -177,7 +185,7 @@ class _Parts:
         return [*(batch[name] for name in sorted(batch)), *jax.tree.leaves(self.key)]
 
     def _outer(self, params: dict[str, Any], batch: Batch) -> list[Any]:
-        num_params = len(self.cut.stacked) + len(self.cut.outer) - len(self.cut.data)
+        num_params = self.cut.data[0]
         return [*(params[str(i)] for i in self.cut.outer if i < num_params), *self._data(batch)]
 
     def _embed(self, params: dict[str, Any], batch: Batch, key: Any) -> list[Any]:
@@ -186,7 +194,7 @@ class _Parts:
     def _layer(self, params: Any, x: Any, batch: Batch, shared: Any, key: Any, index: Any) -> tuple[Any, Auxiliary]:
         num_fixed, num_rows = len(self.fixed), self.cut.num_rows
         rows = [lax.dynamic_index_in_dim(a, index, keepdims=False) for a in shared[num_fixed : num_fixed + num_rows]]
-        own = [params[str(i)] for i in self.cut.stacked]
+        own = [params[_name(own)] for own in self.cut.own]
         captured = shared[num_fixed + num_rows :]
         return self.body.run(*shared[:num_fixed], *rows, *x, *own, *captured), Auxiliary({}, {})
 
@@ -194,6 +202,22 @@ class _Parts:
         sums = self.last.program.run(*self._outer(params, batch), *x)
         names = self.staged.metrics
         return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
+
+
+def _each(own: Own) -> tuple[int, ...]:
+    return own if isinstance(own, tuple) else (own,)
+
+
+def _name(own: Own) -> str:
+    return str(_each(own)[0])
+
+
+def _stacked(leaves: Sequence[Any], own: Own) -> Any:
+    """The parameters of all layers in one array. One that is frozen in some layers is trained in the stack."""
+    if isinstance(own, int):
+        return leaves[0]
+    given = [x for x in leaves if not is_masked(x)]
+    return jnp.stack(leaves) if len(given) == len(leaves) else (given or leaves)[0]
 
 
 def _row(layout: Layout) -> Layout:

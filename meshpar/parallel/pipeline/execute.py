@@ -67,7 +67,7 @@ class Pipeline:
         """
         divided = self.parts.divided
         totals, grads = _Stage(self, divided(params), divided(trained), batch, key).gradients(sums)
-        return totals, self.parts.joined(grads)
+        return totals, as_in(trained, self.parts.joined(grads))
 
     def evaluation(self, params: Any, batch: Batch) -> Totals:
         """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
@@ -95,6 +95,8 @@ class Pipeline:
     def moves(self, ctx: ParallelContext) -> Exchange | None:
         """The exchange that moves layers to their stages; None if they are stored there, or on all stages."""
         cut = self.cut(ctx)
+        if not self.parts.is_stacked:
+            return None
         stored = self.parts.stacked_layers // ctx.shards("stage")
         return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
 
@@ -161,7 +163,7 @@ class _Stage:
         self.frozen_layers = frozen_in(self.layers, layers)
         self.outer = {name: value for name, value in trained.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
-        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") else self.indices
+        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") and pipeline.parts.is_stacked else self.indices
         x = jax.eval_shape(partial(self._embed, self.outer), micro)
         self.x = self._typed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x))
         end = self.parts.evaluation if forward_only else self.parts.loss

@@ -29,6 +29,11 @@ class Stages(Protocol):
     @property
     def head(self) -> float: ...
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the layers' parameters are stored as stacks; else each stage stores those of all layers."""
+        ...
+
     def divided(self, params: Any) -> dict[str, Any]:
         """A tree of parameters as a dict with the stacked layers under one key."""
         ...
@@ -73,6 +78,10 @@ class PipelineModel:
     policy: Policy
     unroll: int
     head: float = 0.0
+
+    @property
+    def is_stacked(self) -> bool:
+        return True
 
     def divided(self, params: dict[str, Any]) -> dict[str, Any]:
         return params
