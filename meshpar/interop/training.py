@@ -22,7 +22,7 @@ from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.mesh.varying import varies_over
-from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_strategies
+from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_stages, check_strategies
 from meshpar.parallel.context import ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
 from meshpar.parallel.local_updates import KEY
@@ -170,7 +170,7 @@ def training(
         activation_dims=tuple(activation_dims),
     )
     check_partitioned(ctx, manual)
-    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None)
+    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
@@ -191,6 +191,8 @@ def training(
         is_of_whole_arrays=not manual,
     )
     _ = made.placement
+    if made.pipeline:
+        made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
     return made
 
 
@@ -304,7 +306,7 @@ def with_loss_sums(
             with flax_rules(axes), _explained():
                 more = (as_keys(carried, keys),) if carries else ()
                 result = loss(params, inputs, key, *more)
-            num_microbatches = getattr(current(), "num_microbatches", 1)
+            num_microbatches = getattr(current(), "num_passes", 1)
             if returns_carried and num_microbatches > 1:
                 _warn_of_statistics(carried, num_microbatches)
                 if not isinstance(result, LossSums):
@@ -396,7 +398,9 @@ def _explained() -> Iterator[None]:
         raise ConfigError(f"{what}; {fix}") from error
 
 
-def _check_arguments(ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool) -> None:
+def _check_arguments(
+    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool
+) -> None:
     problems = Problems()
     arguments = ("params", "batch", "key", *(["carried"] if carries else []))
     for name, loss in losses.items():
@@ -405,6 +409,7 @@ def _check_arguments(ctx: ParallelContext, losses: Mapping[str, Callable[..., An
     for name in ("compute_dtype", "accum_dtype"):
         check_float64(name, getattr(ctx, name), problems)
     ctx = check_own_layers(ctx, "your model", problems)
+    check_stages(ctx, is_local, problems)
     if ctx.parallel.local:
         what = "a training has no number of steps, from which the ends of the rounds follow"
         problems.add(KEY, what, f"{KEY}=null; or a config, whose model has kind: import and manual: true")
@@ -426,6 +431,7 @@ def in_python(problem: Problem) -> Problem:
 
 
 _ARGUMENTS = {
+    "model.manual=false": "manual=False",
     "lowering=manual": "lowering='manual'",
     "under lowering: auto": "under lowering='auto'",
     "=null": "=None",

@@ -81,6 +81,24 @@ def check_own_layers(ctx: ParallelContext, model: str, problems: Problems) -> Pa
     return replace(ctx, parallel=ctx.parallel.model_copy(update={name: one.off for name, one in used.items()}))
 
 
+def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems) -> None:
+    """Adds what keeps the loss of a user's own model from running in the stages of a pipeline.
+
+    Args:
+      is_local: whether the loss is written for local shards.
+    """
+    num_stages = ctx.shards("stage")
+    if ctx.schedule and is_local:
+        what = "a loss for local shards is not traced with whole shapes, so it cannot be cut into stages"
+        problems.add("parallel.pipeline", what, "model.manual=false, or parallel.pipeline=null")
+    elif ctx.schedule:
+        ctx.schedule.check(num_stages, problems)
+    elif ctx.manual and num_stages > 1 and not is_local:
+        what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
+        fix = "parallel.pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline"
+        problems.add("parallel.pipeline", what, fix)
+
+
 def check_partitioned(ctx: ParallelContext, is_local: bool) -> None:
     """Checks the arguments of `training` that say who partitions a loss.
 

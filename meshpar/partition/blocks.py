@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
+from meshpar.partition.rules.derivatives import traced_halves
 from meshpar.partition.stack import Atom, Row, Stack, is_literal
 
 _NUMBERED = re.compile(r"^(.*?)(\d+)$")
@@ -75,7 +76,7 @@ def blocks(closed: ClosedJaxpr, paths: Sequence[str], sizes: Sequence[tuple[Any,
     """
     for run in _runs(paths, sizes):
         for period in range(1, len(run) // 2 + 1):
-            if len(run) % period == 0 and (found := _Sequence(closed, _joined(run, period)).stack()):
+            if len(run) % period == 0 and (found := _Sequence(closed, _joined(run, period), len(paths)).stack()):
                 yield found
                 break
 
@@ -151,7 +152,7 @@ class _Slot:
       kind: `own`, `const`, `row`, or `made`: what an operation of this block, or of the one before, returns.
       first: the value in the first block.
       place, index: for `made`, the number of the operation and of its result, in the block after the first.
-      row: for `row`, the values of all blocks; for `own`, the arguments.
+      row: the values of all blocks; for `own`, the arguments.
     """
 
     kind: str
@@ -164,13 +165,14 @@ class _Slot:
 class _Sequence:
     """The operations of a loss, seen as those of blocks with these parameters."""
 
-    def __init__(self, closed: ClosedJaxpr, own: _Blocks) -> None:
+    def __init__(self, closed: ClosedJaxpr, own: _Blocks, num_params: int) -> None:
         self.closed = closed
         self.eqns = closed.jaxpr.eqns
         self.own = own
         self.places = {v: (n, i) for n, eqn in enumerate(self.eqns) for i, v in enumerate(eqn.outvars)}
         self.consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         invars = closed.jaxpr.invars
+        self.of_params = self._reached(invars[:num_params])
         self.block_of = {invars[i]: (m, name) for m, block in enumerate(own) for name, i in block.items()}
 
     def stack(self) -> Stack | None:
@@ -236,7 +238,7 @@ class _Sequence:
         if all(places):
             (place, index) = places[0]  # pyright: ignore
             if all(one == (place + self.length * m, index) for m, one in enumerate(places)):
-                return _Slot("made", atoms[0], place, index)
+                return _Slot("made", atoms[0], place, index, tuple(atoms))
         return None if is_literal(atoms[0]) else _Slot("row", atoms[0], row=tuple(atoms))
 
     def _stack(self, start: int, slots: dict[int, list[_Slot] | None]) -> tuple[int, Stack] | None:
@@ -254,25 +256,29 @@ class _Sequence:
             invars = []
             for slot in found:
                 v = slot.first
-                if slot.kind == "made" and slot.place < stop:
+                # What depends on no parameter, such as a count of random keys, is computed before: it has no gradient.
+                is_row = slot.kind == "row" or (
+                    slot.kind == "made" and slot.place < stop and not any(not is_literal(x) and x in self.of_params for x in slot.row)
+                )
+                if is_row:
+                    if any(self._place(x) >= start and not is_literal(x) and x in self.of_params for x in slot.row):
+                        return None
+                    v = Var(v.aval)
+                    rows.append((v, slot.row))
+                elif slot.kind == "made" and slot.place < stop:
                     at = (slot.place, slot.index)
                     if slot.place < start or self._place(v) >= start or carry.setdefault(at, v) is not v:
                         return None
                 elif slot.kind == "made":
                     if self.places.get(v) != (slot.place - self.length, slot.index):
                         return None
-                elif slot.kind == "row":
-                    if any(self._place(x) >= start for x in slot.row):
-                        return None
-                    v = Var(v.aval)
-                    rows.append((v, slot.row))
                 elif slot.kind == "own":
                     own[v] = slot.row  # pyright: ignore
                 elif slot.kind == "const" and not is_literal(v):
                     if self._place(v) >= start:
                         return None
                     consts[v] = None
-                invars.append((v, slot))
+                invars.append((v, slot.kind == "made" and not is_row and slot.place < stop, slot))
             eqns.append((self.eqns[n], invars))
         return self._built(start, own, consts, rows, carry, eqns)
 
@@ -290,8 +296,8 @@ class _Sequence:
         made = []
         for eqn, invars in eqns:
             atoms = [
-                inner[slot.place, slot.index] if slot.kind == "made" and slot.place < stop else v
-                for v, slot in invars
+                inner[slot.place, slot.index] if is_carried else v
+                for v, is_carried, slot in invars
             ]
             made.append(eqn.replace(invars=atoms))
         returned = [self.eqns[place].outvars[index] for place, index in carry]
@@ -332,6 +338,14 @@ class _Sequence:
                     found[at] = None
         return list(found)
 
+    def _reached(self, start: Sequence[Var]) -> set[Any]:
+        """The values that depend on any of these."""
+        reached: set[Any] = {*start}
+        for eqn in self.eqns:
+            if any(not is_literal(v) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return reached
+
     def _place(self, v: Atom) -> int:
         """The number of the operation that makes a value; -1 for arguments and numbers."""
         return self.places.get(v, (-1, 0))[0] if not is_literal(v) else -1  # pyright: ignore
@@ -345,7 +359,15 @@ def _same(a: Any, b: Any) -> bool:
     """Whether two operations differ at most in their operands."""
     if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or a.params.keys() != b.params.keys():
         return False
+    if a.primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # each has functions of its own, which make no text
+        mine, theirs = (_derivatives(eqn) for eqn in (a, b))
+        return all(map(_equal_params, mine, theirs))
     return all(_equal_params(a.params[name], b.params[name]) for name in a.params)
+
+
+def _derivatives(eqn: Any) -> tuple[ClosedJaxpr, ...]:
+    halves = traced_halves(eqn, [v.aval for v in eqn.invars])
+    return halves.primal, halves.forward, halves.backward
 
 
 def _equal_params(a: Any, b: Any) -> bool:
@@ -355,8 +377,6 @@ def _equal_params(a: Any, b: Any) -> bool:
         return isinstance(b, type(a)) and _text(a) == _text(b) and _equal_consts(a, b)
     if isinstance(a, (tuple, list)):
         return type(a) is type(b) and len(a) == len(b) and all(map(_equal_params, a, b))
-    if callable(a) and callable(b):
-        return True  # derivatives of a function whose program is compared
     return bool(np.all(a == b))
 
 

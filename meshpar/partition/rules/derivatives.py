@@ -32,7 +32,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
         return inlined(scope, eqn, nodes)
     placed = [scope.settled(node, source=scope.source(eqn)) for node in nodes]
     ins = [one.layout for one in placed]
-    traced = _traced(eqn, ins)
+    traced = traced_halves(eqn, ins)
     primal = _Half.planned(scope, traced.primal, ins)
     forward = _Half.planned(scope, traced.forward, ins)
     outs = [
@@ -137,7 +137,12 @@ class _Traced:
     backward: ClosedJaxpr
 
 
-def _traced(eqn: Any, ins: Sequence[Layout]) -> _Traced:
+def traced_halves(eqn: Any, ins: Sequence[Any]) -> _Traced:
+    """Traces the function of an equation, its forward and its backward.
+
+    Args:
+      ins: the layouts of its operands, or their types.
+    """
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in ins]
 
     def call(*arguments: Any) -> list[Any]:
