@@ -31,6 +31,7 @@ from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import UNNAMED, AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import batch_specs
+from meshpar.train.gradients import STALE
 from meshpar.train.loss import Batch, Loss, LossSums, as_loss_sums, warn_of_masks
 from meshpar.train.step import Update
 from meshpar.train.training import Training, step_key
@@ -190,6 +191,9 @@ def training(
         seed=seed,
         is_of_whole_arrays=not manual,
     )
+    if made.ctx.schedule and made.ctx.schedule.is_stale:
+        first = made.init
+        made = replace(made, carried={STALE: specs}, init_carried=lambda key: {STALE: first(key)})
     _ = made.placement
     if made.pipeline:
         made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
@@ -410,6 +414,9 @@ def _check_arguments(
         check_float64(name, getattr(ctx, name), problems)
     ctx = check_own_layers(ctx, "your model", problems)
     check_stages(ctx, is_local, problems)
+    if ctx.schedule and ctx.schedule.is_stale and carries:
+        what = "it carries the parameters before the last update, and the loss carries a state of its own"
+        problems.add("parallel.pipeline", what, "another kind, or no carried state")
     if ctx.parallel.local:
         what = "a training has no number of steps, from which the ends of the rounds follow"
         problems.add(KEY, what, f"{KEY}=null; or a config, whose model has kind: import and manual: true")

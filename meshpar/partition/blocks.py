@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ def sunk(closed: ClosedJaxpr, num_params: int) -> ClosedJaxpr:
     for v in of.outvars:
         if not is_literal(v) and v in producer:
             emit(producer[v])
-    return ClosedJaxpr(Jaxpr(of.constvars, of.invars, of.outvars, eqns, of.effects, debug_info=of.debug_info), closed.consts)
+    jaxpr = Jaxpr(of.constvars, of.invars, of.outvars, eqns, of.effects, debug_info=of.debug_info)
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 def blocks(closed: ClosedJaxpr, paths: Sequence[str], sizes: Sequence[tuple[Any, ...]]) -> Iterator[Stack]:
@@ -200,7 +202,7 @@ class _Sequence:
                 if not is_literal(v) and v in self.block_of:
                     firsts.setdefault(self.block_of[v][0], n)
         order = [firsts.get(m, -1) for m in range(len(self.own))]
-        distances = {b - a for a, b in zip(order, order[1:], strict=False)}
+        distances = {b - a for a, b in pairwise(order)}
         return (order[0], distances.pop()) if len(distances) == 1 and min(order) >= 0 and order[1] > order[0] else None
 
     def _matched(self, n: int) -> list[_Slot] | None:
@@ -257,11 +259,10 @@ class _Sequence:
             for slot in found:
                 v = slot.first
                 # What depends on no parameter, such as a count of random keys, is computed before: it has no gradient.
-                is_row = slot.kind == "row" or (
-                    slot.kind == "made" and slot.place < stop and not any(not is_literal(x) and x in self.of_params for x in slot.row)
-                )
+                trained = [x for x in slot.row if not is_literal(x) and x in self.of_params]
+                is_row = slot.kind == "row" or (slot.kind == "made" and slot.place < stop and not trained)
                 if is_row:
-                    if any(self._place(x) >= start and not is_literal(x) and x in self.of_params for x in slot.row):
+                    if any(self._place(x) >= start for x in trained):
                         return None
                     v = Var(v.aval)
                     rows.append((v, slot.row))
@@ -291,14 +292,10 @@ class _Sequence:
         carry: dict[tuple[int, int], Atom],
         eqns: list[Any],
     ) -> tuple[int, Stack]:
-        stop = start + self.length
         inner = {at: Var(v.aval) for at, v in carry.items()}
         made = []
         for eqn, invars in eqns:
-            atoms = [
-                inner[slot.place, slot.index] if is_carried else v
-                for v, is_carried, slot in invars
-            ]
+            atoms = [inner[slot.place, slot.index] if is_carried else v for v, is_carried, slot in invars]
             made.append(eqn.replace(invars=atoms))
         returned = [self.eqns[place].outvars[index] for place, index in carry]
         end = start + self.length * len(self.own)
@@ -332,7 +329,7 @@ class _Sequence:
         found = {}
         for v in read:
             place, index = self.places.get(v, (-1, 0)) if not is_literal(v) else (-1, 0)
-            if start <= place < end:
+            if start <= place < end and v in self.of_params:
                 at = (start + (place - start) % self.length, index)
                 if at not in carry or place < end - self.length:
                     found[at] = None

@@ -47,7 +47,8 @@ class Cut:
       first: (*outer) -> the message that the first layer gets.
       shared: (*data) -> values that every layer reads, then `num_rows` arrays of which it reads its row.
       layer: (*shared, *message, *its own) -> message.
-      last: (*outer, *message) -> results of the loss.
+      last: (*outer, *message) -> results of the loss, without the carried state.
+      state: (*key, *carried state) -> the next carried state.
     """
 
     num_layers: int
@@ -59,6 +60,7 @@ class Cut:
     num_rows: int
     layer: ClosedJaxpr
     last: ClosedJaxpr
+    state: ClosedJaxpr
 
     @property
     def is_stacked(self) -> bool:
@@ -80,11 +82,14 @@ class Argument:
     dims: tuple[str, ...] = ()
 
 
-def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int) -> Cut:
+def cut(
+    closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num_batch: int, num_carried: int
+) -> Cut:
     """Cuts a loss.
 
     Args:
-      arguments: all of them; the first `num_params` are parameters.
+      arguments: the parameters, the arrays of the batch, the key, and the carried state. The last results of the loss
+        are the next carried state.
 
     Raises:
       ShardingError: it has no stack of layers, or a value cannot cross the cut.
@@ -100,7 +105,7 @@ def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int) -> 
     errors = []
     for stack in sorted(stacks, key=size, reverse=True):
         try:
-            return _Cutter(flat, stack, arguments, num_params).cut()
+            return _Cutter(flat, stack, arguments, num_params, num_batch, num_carried).cut()
         except ShardingError as error:
             errors.append(error)
     raise errors[0]
@@ -170,21 +175,25 @@ class _Cutter:
     stack: Stack
     arguments: Sequence[Argument]
     num_params: int
+    num_batch: int
+    num_carried: int
     producer: dict[Var, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number, eqn in enumerate(self.flat.jaxpr.eqns):
             self.producer.update(dict.fromkeys(eqn.outvars, number))
-        invars = self.flat.jaxpr.invars
+        invars, results = self.flat.jaxpr.invars, self.flat.jaxpr.outvars
+        self.results, self.carried = results[: len(results) - self.num_carried], results[len(results) - self.num_carried :]
         self.place = {v: i for i, v in enumerate(invars)}
         self.of_layers = {invars[i] for i in _arguments(self.stack.own)}
         self.of_params = self._reached(invars[: self.num_params])
         inside = self.flat.jaxpr.eqns[self.stack.start : self.stack.stop]
-        self.late = self._reached([v for eqn in inside for v in eqn.outvars])
+        self.late = self._reached([v for eqn in inside for v in eqn.outvars if v in self.of_params])
 
     def cut(self) -> Cut:
         stack, invars = self.stack, self.flat.jaxpr.invars
         self._check_rows()
+        self._check_carried()
         num_consts, num_rows, num_carry = len(stack.consts), len(stack.rows), len(stack.carry)
         body = stack.body.jaxpr
         sent_inside = [i for i, v in enumerate(stack.consts) if _is_in(v, self.of_params)]
@@ -192,7 +201,9 @@ class _Cutter:
         after, again, sent_after = self._after()
         sent: list[Atom] = [stack.consts[i] for i in sent_inside]
         sent += [v for v in sent_after if v not in sent]
-        collected = [jax.ShapeDtypeStruct((stack.num_layers, *v.aval.shape), v.aval.dtype) for v in body.outvars[num_carry:]]
+        collected = [
+            jax.ShapeDtypeStruct((stack.num_layers, *v.aval.shape), v.aval.dtype) for v in body.outvars[num_carry:]
+        ]
         self._check_message([*stack.carry, *sent], collected)
         outer = tuple(i for i, v in enumerate(invars) if v not in self.of_layers)
         data = tuple(range(self.num_params, len(invars)))
@@ -203,7 +214,7 @@ class _Cutter:
         row_atoms = [v for row in stack.rows for v in each(row)]
         values = self._program([*(stack.consts[i] for i in fixed), *row_atoms], [invars[i] for i in data])
         end = self._program(
-            self.flat.jaxpr.outvars,
+            self.results,
             [*(invars[i] for i in outer), *stack.outs, *sent, *(v for ys in stack.collected for v in each(ys))],  # pyright: ignore
             {*after, *again},
         )
@@ -261,6 +272,7 @@ class _Cutter:
             num_rows=num_rows + len(index),
             layer=_traced(layer, [*taken, *index, *message, *own]),
             last=_traced(last, [*structs(invars[i] for i in outer), *message]),
+            state=self._program(self.carried, [invars[i] for i in data[self.num_batch :]]),
         )
 
     # What crosses the cut ------------------------------------------------------------------------------------------
@@ -268,7 +280,7 @@ class _Cutter:
     def _after(self) -> tuple[list[int], set[int], list[Var]]:
         """The operations of the last stage; those of the first that it repeats; and values that are sent to it."""
         eqns = self.flat.jaxpr.eqns
-        results = self.flat.jaxpr.outvars
+        results = self.results
         after = [
             i
             for i in self._needed(results)
@@ -309,7 +321,9 @@ class _Cutter:
                 todo += [u for u in self.flat.jaxpr.eqns[number].invars if not is_literal(u)]
         return found
 
-    def _program(self, outvars: Sequence[Any], invars: Sequence[Var], numbers: Iterable[int] | None = None) -> ClosedJaxpr:
+    def _program(
+        self, outvars: Sequence[Any], invars: Sequence[Var], numbers: Iterable[int] | None = None
+    ) -> ClosedJaxpr:
         of = self.flat.jaxpr
         eqns = [of.eqns[number] for number in sorted(self._needed(outvars) if numbers is None else numbers)]
         effects = frozenset().union(*(eqn.effects for eqn in eqns))
@@ -324,6 +338,17 @@ class _Cutter:
                 what = "each layer reads its own part of a value that is computed from parameters before the layers"
                 self._refuse(v, what, "compute it inside of the layer")
 
+    def _check_carried(self) -> None:
+        """Checks that the carried state follows from itself and the key, so that each microbatch's is known before."""
+        changed = self._reached(self.flat.jaxpr.invars[: self.num_params + self.num_batch])
+        for v, one in zip(self.carried, self.arguments[len(self.arguments) - self.num_carried :], strict=True):
+            if _is_in(v, changed):
+                what = (
+                    f"the loss computes the next {one.name} from the batch, as batch norm does: the stages work on "
+                    "several microbatches at a time, so none has the state that the one before it leaves"
+                )
+                self._refuse(v, what, "use a norm without statistics of the batch, or parallel.pipeline=None")
+
     def _check_message(self, values: Sequence[Atom], collected: Sequence[Any]) -> None:
         for v in values:
             if not jnp.issubdtype(v.aval.dtype, jnp.floating):
@@ -331,7 +356,9 @@ class _Cutter:
                 self._refuse(v, what, "compute it from the batch inside of the layer")
         for v, one in zip(self.stack.collected, collected, strict=True):
             if not jnp.issubdtype(one.dtype, jnp.floating):
-                self._refuse(each(v)[0], "each layer returns it, and it is no floating-point number", "cast it to a float")
+                self._refuse(
+                    each(v)[0], "each layer returns it, and it is no floating-point number", "cast it to a float"
+                )
 
     def _check_layers_alone(self, numbers: Iterable[int]) -> None:
         """Checks that nothing but the layers reads their parameters."""

@@ -73,8 +73,12 @@ class PartitionedLoss:
             *(of(x, spec.dims, _parameter) for x, spec in _pairs(params, self.params)),
             *(of(batch[name], specs[name].dims, _activation) for name in sorted(batch)),
             *(Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)),
-            *(of(x, spec.dims, _state) for x, spec in _pairs(carried, self.carried)),
+            *self.state_layouts(ctx, carried, are_local),
         ]
+
+    def state_layouts(self, ctx: ParallelContext, carried: Any, are_local: bool = True) -> list[Layout]:
+        """The layout of each leaf of the carried state."""
+        return [_state(ctx, x, spec.dims, are_local) for x, spec in _pairs(carried, self.carried)]
 
 
 def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext) -> tuple[Program, Any]:

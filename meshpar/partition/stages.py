@@ -16,7 +16,7 @@ from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
-from meshpar.parallel.pipeline.model import PipelineModel, Totals
+from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
 from meshpar.partition.cut import LAYERS, Argument, Cut, cut
 from meshpar.partition.layout import Layout
@@ -60,22 +60,38 @@ class StagedLoss:
         with of_whole_arrays(self.ctx):
             closed, results = traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
             specs = flatten_with_paths(self.loss.params)
-            others = [*(f"batch[{name!r}]" for name in sorted(self._batch)), "key"]
+            others = [*(f"batch[{name!r}]" for name in sorted(self._batch)), *(["key"] if self.key is not None else [])]
+            others += [f"carried.{path}" for path in flatten_with_paths(self.loss.carried)]
             names = [*((path, spec.dims) for path, spec in specs.items()), *((name, ()) for name in others)]
-            found = [Argument(name, v.aval, dims) for (name, dims), v in zip(names, closed.jaxpr.invars, strict=False)]
-            return cut(closed, found, len(specs)), results
+            found = [Argument(name, v.aval, dims) for (name, dims), v in zip(names, closed.jaxpr.invars, strict=True)]
+            num_carried = len(jax.tree.leaves(self.loss.carried))
+            return cut(closed, found, len(specs), len(self._batch), num_carried), results
 
-    @property
-    def num_layers(self) -> int:
-        return self.cut.num_layers
+    def layer_counts(self) -> LayerCounts:
+        return LayerCounts(self.cut.num_layers, self.cut.num_layers, self.head, self.cut.is_stacked)
 
-    @property
-    def stacked_layers(self) -> int:
-        return self.cut.num_layers
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Any, Any]:
+        """As in `Stages`. The state depends on no batch, so it is known before the microbatches are."""
+        if not jax.tree.leaves(self.loss.carried):
+            return {}, carried
+        ctx = manual()
+        assert ctx is not None, "a pipeline runs only in the manual lowering"
+        leaves, tree = jax.tree.flatten(carried)
+        with of_whole_arrays(ctx):
+            scope = Scope(ctx, RULES)
+            layouts = self.loss.state_layouts(ctx, carried)
+            keys = [Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)]
+            nodes = [scope.input(layout) for layout in (*keys, *layouts)]
+            results = scope.plan(self.cut.state.jaxpr, self.cut.state.consts, nodes)
+            scope.program.outputs = [
+                used_as(scope, node, layout) for node, layout in zip(results, layouts, strict=True)
+            ]
 
-    @property
-    def is_stacked(self) -> bool:
-        return self.cut.is_stacked
+        def following(state: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+            return scope.program.run(*jax.tree.leaves(key), *state), state
+
+        after, states = lax.scan(following, leaves, None, length=num_microbatches)
+        return jax.tree.unflatten(tree, states), jax.tree.unflatten(tree, after)
 
     def divided(self, params: Any) -> dict[str, Any]:
         leaves = jax.tree.leaves(params, is_leaf=is_masked)
@@ -94,7 +110,8 @@ class StagedLoss:
     def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
         ctx = manual()
         assert ctx is not None, "a pipeline runs only in the manual lowering"
-        layouts = self.loss.layouts(ctx, (self.joined(params), batch, key, {}))
+        rows = {name: x for name, x in batch.items() if name != CARRIED}
+        layouts = self.loss.layouts(ctx, (self.joined(params), rows, key, batch.get(CARRIED, {})))
         with of_whole_arrays(ctx):
             return _Parts(self.cut, ctx, layouts, key, self).model()
 
@@ -116,8 +133,7 @@ class StagedLoss:
             dtype = np.dtype(self.ctx.compute_dtype or spec.dtype) if spec.dtype.kind == "f" else spec.dtype
             return jax.ShapeDtypeStruct(spec.shape, dtype)
 
-        return jax.tree.map(param, self.loss.params), self._batch, self.key, {}
-
+        return jax.tree.map(param, self.loss.params), self._batch, self.key, jax.tree.map(_struct, self.loss.carried)
 
 
 class _Parts:
@@ -146,7 +162,9 @@ class _Parts:
         nodes = self.shared.plan(cut.shared.jaxpr, cut.shared.consts, [self.shared.input(x) for x in self.data])
         num_fixed = len(nodes) - cut.num_rows
         fixed = [self.shared.settled(node) if isinstance(node, Placed) else node for node in nodes[:num_fixed]]
-        rows = [self.shared.settled(node, ((), *self.shared.settled_axes(node.layout)[1:])) for node in nodes[num_fixed:]]
+        rows = [
+            self.shared.settled(node, ((), *self.shared.settled_axes(node.layout)[1:])) for node in nodes[num_fixed:]
+        ]
         before = [x.layout if isinstance(x, Placed) else x for x in fixed] + [_row(x.layout) for x in rows]
         self.body, self.message = planned_body(self.shared, cut.layer, before, carried, self.own)
         self.body.returning(self.message)
@@ -182,7 +200,8 @@ class _Parts:
         )
 
     def _data(self, batch: Batch) -> list[Any]:
-        return [*(batch[name] for name in sorted(batch)), *jax.tree.leaves(self.key)]
+        rows = [batch[name] for name in sorted(batch) if name != CARRIED]
+        return [*rows, *jax.tree.leaves(self.key), *jax.tree.leaves(batch.get(CARRIED, {}))]
 
     def _outer(self, params: dict[str, Any], batch: Batch) -> list[Any]:
         num_params = self.cut.data[0]
@@ -202,6 +221,10 @@ class _Parts:
         sums = self.last.program.run(*self._outer(params, batch), *x)
         names = self.staged.metrics
         return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
+
+
+def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
 
 def _each(own: Own) -> tuple[int, ...]:

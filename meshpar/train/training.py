@@ -161,7 +161,8 @@ class Training:
         if not self.is_of_whole_arrays or not self.ctx.schedule:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        return StagedLoss(PartitionedLoss(loss, self.specs, self.batch_specs, self.carried), self.ctx, key)
+        carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
+        return StagedLoss(PartitionedLoss(loss, self.specs, self.batch_specs, carried), self.ctx, key)
 
     @cached_property
     def layer_order(self) -> LayerOrder | None:

@@ -81,7 +81,11 @@ def collecting() -> Zoo:
 
     def init(key):
         a, b, c = jax.random.split(key, 3)
-        return {"layers": {"w": drawn(a, 8, WIDTH, WIDTH)}, "bias": drawn(b, WIDTH, WIDTH), "out": drawn(c, WIDTH, WIDTH)}
+        return {
+            "layers": {"w": drawn(a, 8, WIDTH, WIDTH)},
+            "bias": drawn(b, WIDTH, WIDTH),
+            "out": drawn(c, WIDTH, WIDTH),
+        }
 
     def loss(params, batch, key):
         bias = batch["x"] @ params["bias"]  # every layer reads it, and it has a gradient

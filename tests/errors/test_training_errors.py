@@ -254,7 +254,7 @@ def test_all_strategies_without_effect_are_refused_at_once():
     with pytest.raises(ConfigError) as error:
         made(parallel=parallel, lowering="auto")
     assert [line for line in str(error.value).splitlines() if line.startswith("  parallel")] == [
-        "  parallel.pipeline", "  parallel.local", "  parallel.gradient_reduction",
+        "  parallel.local", "  parallel.pipeline", "  parallel.gradient_reduction",
     ]  # fmt: skip
 
 

@@ -454,7 +454,10 @@ def test_an_imported_model_with_a_pipeline_or_an_overlap_is_refused(meshpar):
     pipeline = ["parallel.pipeline={kind: 1f1b, num_microbatches: 2}", "parallel.fsdp.overlap=ring"]
     code, output = meshpar("explain", "config.yaml", *MANUAL, *pipeline)
     assert code == 2
-    assert "pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into stages\n" in output
+    assert (
+        "pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into stages\n"
+        in output
+    )
     assert "only meshpar's own layers communicate in chunks, not those of an imported model" in output
 
 

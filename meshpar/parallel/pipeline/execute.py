@@ -25,7 +25,7 @@ from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.model import Stages, Totals
+from meshpar.parallel.pipeline.model import CARRIED, Stages, Totals
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
@@ -51,9 +51,9 @@ class Pipeline:
     in_schedule_order: bool = False
 
     def gradients(
-        self, params: Any, trained: Any, batch: Batch, key: jax.Array | None, sums: Any
-    ) -> tuple[Totals, Any]:
-        """The totals and the summed gradients of this device's rows, in the manual lowering.
+        self, params: Any, trained: Any, batch: Batch, key: jax.Array | None, carried: Any, sums: Any
+    ) -> tuple[Totals, Any, Any]:
+        """The totals and the summed gradients of this device's rows, and the next carried state.
 
         Args:
           params: the result of `parallel.data.gather_params`.
@@ -66,13 +66,15 @@ class Pipeline:
         Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
         divided = self.parts.divided
-        totals, grads = _Stage(self, divided(params), divided(trained), batch, key).gradients(sums)
-        return totals, as_in(trained, self.parts.joined(grads))
+        states, carried = self.parts.states(carried, key, self.schedule.num_microbatches)
+        totals, grads = _Stage(self, divided(params), divided(trained), batch, key, states).gradients(sums)
+        return totals, as_in(trained, self.parts.joined(grads)), carried
 
-    def evaluation(self, params: Any, batch: Batch) -> Totals:
+    def evaluation(self, params: Any, batch: Batch, carried: Any) -> Totals:
         """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
         params = self.parts.divided(params)
-        return _Stage(self, params, params, batch, None, forward_only=True).evaluation()
+        states, _ = self.parts.states(carried, None, self.schedule.num_microbatches)
+        return _Stage(self, params, params, batch, None, states, forward_only=True).evaluation()
 
     def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[ScheduleTable, StagePartition]:
         """The table of the schedule, and the layers of each stage.
@@ -88,16 +90,16 @@ class Pipeline:
         return tick_table(orders, self.schedule), self.cut(ctx)
 
     def cut(self, ctx: ParallelContext) -> StagePartition:
-        return cut_layers(
-            self.schedule, ctx.shards("stage"), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
-        )
+        layers = self.parts.layer_counts()
+        return cut_layers(self.schedule, ctx.shards("stage"), layers.num_layers, layers.head, layers.stacked)
 
     def moves(self, ctx: ParallelContext) -> Exchange | None:
         """The exchange that moves layers to their stages; None if they are stored there, or on all stages."""
         cut = self.cut(ctx)
-        if not self.parts.is_stacked:
+        layers = self.parts.layer_counts()
+        if not layers.is_stacked:
             return None
-        stored = self.parts.stacked_layers // ctx.shards("stage")
+        stored = layers.stacked // ctx.shards("stage")
         return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
 
     def permutation(self, ctx: ParallelContext) -> Exchange | None:
@@ -136,12 +138,14 @@ class _Stage:
         trained: Any,
         batch: Batch,
         key: jax.Array | None,
+        states: Any,
         forward_only: bool = False,
     ):
         ctx = manual()
         assert ctx is not None, "a pipeline runs only in the manual lowering"
         self.ctx = ctx
         self.key = key
+        self.states = states
         self.ticks, self.cut = pipeline.plan(ctx, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
         # [rows / m, m, ...]: a microbatch is sliced in place, without a change of layout.
@@ -163,7 +167,8 @@ class _Stage:
         self.frozen_layers = frozen_in(self.layers, layers)
         self.outer = {name: value for name, value in trained.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
-        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") and pipeline.parts.is_stacked else self.indices
+        has_own_layers = bool(ctx.axes("layers")) and pipeline.parts.layer_counts().is_stacked
+        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if has_own_layers else self.indices
         x = jax.eval_shape(partial(self._embed, self.outer), micro)
         self.x = self._typed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x))
         end = self.parts.evaluation if forward_only else self.parts.loss
@@ -390,7 +395,10 @@ class _Stage:
     def _micro(self, microbatch: jax.Array) -> Batch:
         index = varying(microbatch, self.axes)
         rows = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
-        return rows | self.shared
+        if not jax.tree.leaves(self.states):
+            return rows | self.shared
+        state = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), self.states)
+        return rows | self.shared | {CARRIED: state}
 
     def _layer(self, layers: Any, at: jax.Array) -> Any:
         row = varying(self.rows[at], self.axes)

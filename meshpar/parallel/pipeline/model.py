@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -16,22 +16,36 @@ Totals = tuple[jax.Array, jax.Array, Scalars]
 """Sums of losses, tokens and metrics, as in `LossSums`."""
 
 
+CARRIED = "(carried)"
+"""The key, among the arrays of a microbatch, of the carried state that it gets."""
+
+
+class LayerCounts(NamedTuple):
+    """The layers of a model.
+
+    Args:
+      num_layers: their number.
+      stacked: the size of dim `layers`; rows beyond `num_layers` are padding.
+      head: the cost of what follows the layers, in layers.
+      is_stacked: whether their parameters are stored as stacks; else each stage stores those of all layers.
+    """
+
+    num_layers: int
+    stacked: int
+    head: float
+    is_stacked: bool = True
+
+
 @runtime_checkable
 class Stages(Protocol):
     """A model that can be cut between its layers. Fields not described here are those of `PipelineModel`."""
 
-    @property
-    def num_layers(self) -> int: ...
+    def layer_counts(self) -> LayerCounts:
+        """What decides how many layers each stage gets."""
+        ...
 
-    @property
-    def stacked_layers(self) -> int: ...
-
-    @property
-    def head(self) -> float: ...
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the layers' parameters are stored as stacks; else each stage stores those of all layers."""
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Any, Any]:
+        """The carried state that each microbatch gets, [num_microbatches, ...], and that for the next step."""
         ...
 
     def divided(self, params: Any) -> dict[str, Any]:
@@ -79,9 +93,11 @@ class PipelineModel:
     unroll: int
     head: float = 0.0
 
-    @property
-    def is_stacked(self) -> bool:
-        return True
+    def layer_counts(self) -> LayerCounts:
+        return LayerCounts(self.num_layers, self.stacked_layers, self.head)
+
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Any, Any]:
+        return {}, carried
 
     def divided(self, params: dict[str, Any]) -> dict[str, Any]:
         return params

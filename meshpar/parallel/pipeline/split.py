@@ -79,9 +79,7 @@ class Split:
         return [*self._consts, *jax.tree.leaves((params, rest))]
 
 
-def split(
-    fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any, x: Any, rest: Any
-) -> Split:
+def split(fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any, x: Any, rest: Any) -> Split:
     """Splits the derivative of `fn` into F, B and W.
 
     Args:

@@ -175,7 +175,9 @@ def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     consts = [scope.settled(node, source=scope.source(eqn)) for node in nodes[: num_cond + num_body]]
     starts = nodes[num_cond + num_body :]
     layouts = [one.layout for one in consts]
-    body, carried = planned_body(scope, params["body_jaxpr"], layouts[num_cond:], [carried_layout(scope, x) for x in starts], ())
+    body, carried = planned_body(
+        scope, params["body_jaxpr"], layouts[num_cond:], [carried_layout(scope, x) for x in starts], ()
+    )
     body.returning(carried)
     condition = _body(scope, params["cond_jaxpr"], [*layouts[:num_cond], *carried])
     decided = condition.scope.settled(condition.outs[0])
