@@ -14,6 +14,7 @@ names of the primitives that call functions and of their parameters `jaxpr` and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from meshpar.parallel.outputs import Auxiliary
 
 # The primitives that call a function, which `_flattened` inlines.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+_AGAIN = "computed_again"
+"""The scope of what the backward of a `jax.checkpoint` of the user's own computes again."""
 Policy = Callable[..., bool]
 Avals = tuple[Any, ...]
 
@@ -84,7 +87,8 @@ def split(fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any,
 
     Args:
       fn: (params, x, rest) -> (y, auxiliary); x and y are trees of arrays of the same types.
-      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others.
+      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others, and those of a checkpoint
+        in `fn`.
       rest: inputs that are not differentiated, such as a batch and a key.
     """
     traced, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
@@ -191,6 +195,8 @@ class _Cut:
         if v not in self.of_x or v in self.of_dy:
             return False
         eqn = self.flat.jaxpr.eqns[self.producer[v]]
+        if _AGAIN in str(eqn.source_info.name_stack):
+            return False
         return bool(self.policy(eqn.primitive, *(u.aval for u in eqn.invars), **eqn.params))
 
     def _cone(self, targets: Iterable[Any]) -> set[int]:
@@ -221,7 +227,9 @@ def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
             inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
             if eqn.primitive.name in _CALLS and inner is not None:
                 inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-                made = run(inner.jaxpr, inner.consts, [read(v) for v in eqn.invars])
+                again = eqn.params.get("differentiated", False)
+                with jax.named_scope(_AGAIN) if again else nullcontext():
+                    made = run(inner.jaxpr, inner.consts, [read(v) for v in eqn.invars])
             else:
                 invars: list[Any] = [v for v in eqn.invars if not _is_literal(v)]
                 made = _call(_part(jaxpr, [eqn], invars, eqn.outvars), *map(read, invars))
