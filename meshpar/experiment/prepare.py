@@ -163,7 +163,7 @@ class Prepared(Training):
             what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
             what += f", {local.overlap_steps} steps late" if local.overlap_steps else ""
             found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
-        return found
+        return found | ({"parallel.pipeline": self.described_cut} if self.described_cut else {})
 
     @property
     def updates(self) -> dict[str, str]:

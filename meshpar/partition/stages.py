@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, manual
@@ -37,13 +38,13 @@ class StagedLoss:
     Args:
       ctx: the context of the training.
       key: the step's random key, as a struct; None if the loss uses no randomness.
-      head: the cost of what follows the layers, in layers.
+      cost: program -> its FLOPs, which decide how many layers each stage gets.
     """
 
     loss: PartitionedLoss
     ctx: ParallelContext
     key: Any = None
-    head: float = 0.0
+    cost: Callable[[ClosedJaxpr], Any] = lambda program: 0
 
     @property
     def cut(self) -> Cut:
@@ -66,6 +67,18 @@ class StagedLoss:
             found = [Argument(name, v.aval, dims) for (name, dims), v in zip(names, closed.jaxpr.invars, strict=True)]
             num_carried = len(jax.tree.leaves(self.loss.carried))
             return cut(closed, found, len(specs), len(self._batch), num_carried), results
+
+    @cached_property
+    def head(self) -> float:
+        """The cost of what follows the layers, in layers."""
+        layer = self.cost(self.cut.layer)
+        return float(self.cost(self.cut.last) / layer) if layer else 0.0
+
+    @property
+    def params_of_a_layer(self) -> int:
+        """The number of parameters of a layer."""
+        specs = jax.tree.leaves(self.loss.params)
+        return sum(specs[i].size for i in self.cut.of_layers) // self.cut.num_layers
 
     def layer_counts(self) -> LayerCounts:
         return LayerCounts(self.cut.num_layers, self.cut.num_layers, self.head, self.cut.is_stacked)

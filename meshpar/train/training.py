@@ -38,6 +38,7 @@ from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
 from meshpar.train.program import batch_structs, compile_program, with_rows
 from meshpar.train.slices import Slices, place_slices, slice_gradients
+from meshpar.train.stage_cut import describe_cut, product_flops
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
 from meshpar.train.teacher import Teacher
@@ -162,7 +163,14 @@ class Training:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
         carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
-        return StagedLoss(PartitionedLoss(loss, self.specs, self.batch_specs, carried), self.ctx, key)
+        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried)
+        return StagedLoss(whole, self.ctx, key, product_flops)
+
+    @property
+    def described_cut(self) -> str | None:
+        """How a pipeline cuts the loss of a user's model into stages, as text; None without such a cut."""
+        staged = self.pipeline.parts if self.pipeline else None
+        return describe_cut(staged, self.pipeline, self.ctx) if self.pipeline and isinstance(staged, StagedLoss) else None
 
     @cached_property
     def layer_order(self) -> LayerOrder | None:
