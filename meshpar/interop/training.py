@@ -310,11 +310,12 @@ def with_loss_sums(
             with flax_rules(axes), _explained():
                 more = (as_keys(carried, keys),) if carries else ()
                 result = loss(params, inputs, key, *more)
-            num_microbatches = getattr(current(), "num_passes", 1)
-            if returns_carried and num_microbatches > 1:
-                _warn_of_statistics(carried, num_microbatches)
-                if not isinstance(result, LossSums):
-                    warn_of_masks(arrays, num_microbatches)
+            ctx = current()
+            if ctx and returns_carried:
+                if ctx.num_microbatches > 1:
+                    _warn_of_statistics(carried, ctx.num_microbatches)
+                if ctx.num_passes > 1 and not isinstance(result, LossSums):
+                    warn_of_masks(arrays, ctx.num_passes)
             return as_loss_sums(as_data(result), batch["rows"], carried, returns_carried)
 
         if ctx := manual_context():

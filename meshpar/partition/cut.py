@@ -5,7 +5,7 @@ cut is
 
 - computed again where it is read, if it depends on no parameter (a mask, a table of positions, the keys of dropout), or
   if it takes no matrix product and no loop (an embedding, a cast);
-- sent along else, as a part of what layers pass to each other. Its gradient returns the same way, so it is counted once.
+- sent along else, as a part of what layers pass to each other. Its gradient returns the same way, and is counted once.
 
 What each layer returns beside, such as its share of an auxiliary loss, is collected in an array that is sent along too.
 
@@ -27,7 +27,7 @@ from meshpar.errors import ShardingError
 from meshpar.partition.blocks import blocks, sunk
 from meshpar.partition.rules.loops import scan_counts
 from meshpar.partition.source import Source
-from meshpar.partition.stack import Atom, Own, Row, Stack, each, is_literal
+from meshpar.partition.stack import Atom, Own, Stack, each, is_literal
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
 _DEAR = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
@@ -82,9 +82,7 @@ class Argument:
     dims: tuple[str, ...] = ()
 
 
-def cut(
-    closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num_batch: int, num_carried: int
-) -> Cut:
+def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num_batch: int, num_carried: int) -> Cut:
     """Cuts a loss.
 
     Args:
@@ -183,7 +181,8 @@ class _Cutter:
         for number, eqn in enumerate(self.flat.jaxpr.eqns):
             self.producer.update(dict.fromkeys(eqn.outvars, number))
         invars, results = self.flat.jaxpr.invars, self.flat.jaxpr.outvars
-        self.results, self.carried = results[: len(results) - self.num_carried], results[len(results) - self.num_carried :]
+        num_sums = len(results) - self.num_carried
+        self.results, self.carried = results[:num_sums], results[num_sums:]
         self.place = {v: i for i, v in enumerate(invars)}
         self.of_layers = {invars[i] for i in _arguments(self.stack.own)}
         self.of_params = self._reached(invars[: self.num_params])
@@ -369,9 +368,11 @@ class _Cutter:
                     self._refuse(v, what, "leave it out, or let the optimizer do it, as weight decay does", number)
 
     def _refuse(self, v: Any, what: str, fix: str, number: int | None = None) -> None:
-        number = self.producer.get(v) if number is None else number
+        if number is None:
+            number = self.stack.start if is_literal(v) else self.producer.get(v)
         at = Source.of(self.flat.jaxpr.eqns[number]).line if number is not None else "the loss"
-        name = self.arguments[self.place[v]].name if v in self.place else v.aval.str_short(short_dtypes=True)
+        is_argument = not is_literal(v) and v in self.place
+        name = self.arguments[self.place[v]].name if is_argument else v.aval.str_short(short_dtypes=True)
         raise ShardingError(f"{at}: {name}: a pipeline cannot cut the model here: {what}; {fix}")
 
 

@@ -25,7 +25,7 @@ from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
 from meshpar.partition.rules import RULES
-from meshpar.partition.rules.loops import Body, carried_layout, planned_body, used_as
+from meshpar.partition.rules.loops import carried_layout, planned_body, used_as
 from meshpar.partition.stack import Own
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths
@@ -83,7 +83,7 @@ class StagedLoss:
     def layer_counts(self) -> LayerCounts:
         return LayerCounts(self.cut.num_layers, self.cut.num_layers, self.head, self.cut.is_stacked)
 
-    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Any, Any]:
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
         """As in `Stages`. The state depends on no batch, so it is known before the microbatches are."""
         if not jax.tree.leaves(self.loss.carried):
             return {}, carried
@@ -104,7 +104,7 @@ class StagedLoss:
             return scope.program.run(*jax.tree.leaves(key), *state), state
 
         after, states = lax.scan(following, leaves, None, length=num_microbatches)
-        return jax.tree.unflatten(tree, states), jax.tree.unflatten(tree, after)
+        return {f"{CARRIED}{i}": x for i, x in enumerate(states)}, jax.tree.unflatten(tree, after)
 
     def divided(self, params: Any) -> dict[str, Any]:
         leaves = jax.tree.leaves(params, is_leaf=is_masked)
@@ -123,8 +123,8 @@ class StagedLoss:
     def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
         ctx = manual()
         assert ctx is not None, "a pipeline runs only in the manual lowering"
-        rows = {name: x for name, x in batch.items() if name != CARRIED}
-        layouts = self.loss.layouts(ctx, (self.joined(params), rows, key, batch.get(CARRIED, {})))
+        carried = jax.tree.unflatten(jax.tree.structure(self.loss.carried), _carried(batch))
+        layouts = self.loss.layouts(ctx, (self.joined(params), _rows(batch), key, carried))
         with of_whole_arrays(ctx):
             return _Parts(self.cut, ctx, layouts, key, self).model()
 
@@ -213,8 +213,7 @@ class _Parts:
         )
 
     def _data(self, batch: Batch) -> list[Any]:
-        rows = [batch[name] for name in sorted(batch) if name != CARRIED]
-        return [*rows, *jax.tree.leaves(self.key), *jax.tree.leaves(batch.get(CARRIED, {}))]
+        return [*jax.tree.leaves(_rows(batch)), *jax.tree.leaves(self.key), *_carried(batch)]
 
     def _outer(self, params: dict[str, Any], batch: Batch) -> list[Any]:
         num_params = self.cut.data[0]
@@ -234,6 +233,16 @@ class _Parts:
         sums = self.last.program.run(*self._outer(params, batch), *x)
         names = self.staged.metrics
         return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
+
+
+def _rows(batch: Batch) -> Batch:
+    return {name: x for name, x in batch.items() if not name.startswith(CARRIED)}
+
+
+def _carried(batch: Batch) -> list[jax.Array]:
+    """The carried state that a microbatch gets, in the order of its tree."""
+    num = len(batch) - len(_rows(batch))
+    return [batch[f"{CARRIED}{i}"] for i in range(num)]
 
 
 def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:

@@ -169,8 +169,10 @@ class Training:
     @property
     def described_cut(self) -> str | None:
         """How a pipeline cuts the loss of a user's model into stages, as text; None without such a cut."""
-        staged = self.pipeline.parts if self.pipeline else None
-        return describe_cut(staged, self.pipeline, self.ctx) if self.pipeline and isinstance(staged, StagedLoss) else None
+        pipeline = self.pipeline
+        if pipeline is None or not isinstance(pipeline.parts, StagedLoss):
+            return None
+        return describe_cut(pipeline.parts, pipeline, self.ctx)
 
     @cached_property
     def layer_order(self) -> LayerOrder | None:

@@ -234,8 +234,8 @@ NOT_CUT = {
     "auto": ({"lowering": "auto"}, "parallel.pipeline\n    GSPMD has no pipeline\n    lowering='manual', or"),
     "local": (
         {"manual": True},
-        "parallel.pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into stages\n"
-        "    manual=False, or parallel.pipeline=None",
+        "parallel.pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into "
+        "stages\n    manual=False, or parallel.pipeline=None",
     ),
     "partitioned": ({}, "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters"),
 }

@@ -25,7 +25,7 @@ from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.model import CARRIED, Stages, Totals
+from meshpar.parallel.pipeline.model import Stages, Totals
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
@@ -138,7 +138,7 @@ class _Stage:
         trained: Any,
         batch: Batch,
         key: jax.Array | None,
-        states: Any,
+        states: Batch,
         forward_only: bool = False,
     ):
         ctx = manual()
@@ -395,10 +395,8 @@ class _Stage:
     def _micro(self, microbatch: jax.Array) -> Batch:
         index = varying(microbatch, self.axes)
         rows = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
-        if not jax.tree.leaves(self.states):
-            return rows | self.shared
-        state = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), self.states)
-        return rows | self.shared | {CARRIED: state}
+        states = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), self.states)
+        return rows | self.shared | states
 
     def _layer(self, layers: Any, at: jax.Array) -> Any:
         row = varying(self.rows[at], self.axes)

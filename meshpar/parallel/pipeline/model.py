@@ -16,8 +16,8 @@ Totals = tuple[jax.Array, jax.Array, Scalars]
 """Sums of losses, tokens and metrics, as in `LossSums`."""
 
 
-CARRIED = "(carried)"
-"""The key, among the arrays of a microbatch, of the carried state that it gets."""
+CARRIED = "(carried) "
+"""The start of the names, among the arrays of a microbatch, of the carried state that it gets."""
 
 
 class LayerCounts(NamedTuple):
@@ -44,8 +44,8 @@ class Stages(Protocol):
         """What decides how many layers each stage gets."""
         ...
 
-    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Any, Any]:
-        """The carried state that each microbatch gets, [num_microbatches, ...], and that for the next step."""
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
+        """Arrays of the carried state that each microbatch gets, [num_microbatches, ...], and the next step's state."""
         ...
 
     def divided(self, params: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class PipelineModel:
     def layer_counts(self) -> LayerCounts:
         return LayerCounts(self.num_layers, self.stacked_layers, self.head)
 
-    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Any, Any]:
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
         return {}, carried
 
     def divided(self, params: dict[str, Any]) -> dict[str, Any]:
