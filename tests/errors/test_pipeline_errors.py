@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
     "no layers": (alone, {}, ShardingError, ["a pipeline cuts a model between equal layers, and the loss has none"]),
     "batch norm": (
         normed, NORMED, ShardingError,
-        ["(Normed.__call__)", "computes the next carried.batch_stats.BatchNorm_0.mean from the batch, as batch norm does"],
+        ["(Normed.__call__)", "computes the next carried.batch_stats.BatchNorm_0.mean from the batch, as batch norm"],
     ),
     "a sum over all layers": (
         decayed, {}, ShardingError,
