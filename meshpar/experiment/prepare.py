@@ -327,7 +327,11 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
         kinds=kinds,
     )
-    if prepared.pipeline and prepared.is_of_whole_arrays:
+    if ctx.schedule and prepared.is_of_whole_arrays:
+        prepared = prepared.with_named_layers()
+        if ctx.schedule.is_stale:
+            prepared = replace(prepared, carried={STALE: prepared.specs})
+        assert prepared.pipeline
         prepared.pipeline.plan(ctx)  # raises an error if the loss cannot be cut into its stages
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 

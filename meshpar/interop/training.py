@@ -191,9 +191,10 @@ def training(
         seed=seed,
         is_of_whole_arrays=not manual,
     )
+    made = made.with_named_layers()
     if made.ctx.schedule and made.ctx.schedule.is_stale:
         first = made.init
-        made = replace(made, carried={STALE: specs}, init_carried=lambda key: {STALE: first(key)})
+        made = replace(made, carried={STALE: made.specs}, init_carried=lambda key: {STALE: first(key)})
     _ = made.placement
     if made.pipeline:
         made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages

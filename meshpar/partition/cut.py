@@ -121,6 +121,14 @@ def _arguments(own: Iterable[Own]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for one in own for i in (one if isinstance(one, tuple) else (one,))))
 
 
+def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
+    """The parameters, which are the first arguments, that loops scan as they are."""
+    flat = flattened(closed).jaxpr
+    place = {v: i for i, v in enumerate(flat.invars[:num_params])}
+    loops = [eqn for eqn in flat.eqns if eqn.primitive.name == "scan"]
+    return {place[v] for eqn in loops for v in eqn.invars[sum(scan_counts(eqn.params)) :] if _is_in(v, {*place})}
+
+
 def _scans(flat: ClosedJaxpr, arguments: Sequence[Argument]) -> Iterator[Stack]:
     """Each loop over parameters that are stacked in their first dim, `layers`."""
     place = {v: i for i, v in enumerate(flat.jaxpr.invars)}

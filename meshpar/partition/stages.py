@@ -19,7 +19,7 @@ from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
-from meshpar.partition.cut import LAYERS, Argument, Cut, cut
+from meshpar.partition.cut import LAYERS, Argument, Cut, cut, scanned
 from meshpar.partition.layout import Layout
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope
@@ -27,6 +27,7 @@ from meshpar.partition.program import Use
 from meshpar.partition.rules import RULES
 from meshpar.partition.rules.loops import carried_layout, planned_body, used_as
 from meshpar.partition.stack import Own
+from meshpar.sharding.rules import UNNAMED
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths
 
@@ -55,11 +56,26 @@ class StagedLoss:
         """The names of the loss's metrics, in the order of its results."""
         return sorted(self._cut[1].metrics)
 
+    def with_named_layers(self) -> Any:
+        """The specs of the parameters; the first dim of those that loops scan is `layers`, if it had no name."""
+        leaves, tree = jax.tree.flatten(self.loss.params)
+        stacks = scanned(self._traced[0], len(leaves))
+        named = [
+            replace(x, dims=(LAYERS, *x.dims[1:])) if i in stacks and x.dims[0] == UNNAMED else x
+            for i, x in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(tree, named)
+
     @cached_property
-    def _cut(self) -> tuple[Cut, Any]:
+    def _traced(self) -> tuple[ClosedJaxpr, Any]:
         arguments = self._arguments
         with of_whole_arrays(self.ctx):
-            closed, results = traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
+            return traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
+
+    @cached_property
+    def _cut(self) -> tuple[Cut, Any]:
+        closed, results = self._traced
+        with of_whole_arrays(self.ctx):
             specs = flatten_with_paths(self.loss.params)
             others = [*(f"batch[{name!r}]" for name in sorted(self._batch)), *(["key"] if self.key is not None else [])]
             others += [f"carried.{path}" for path in flatten_with_paths(self.loss.carried)]

@@ -166,6 +166,11 @@ class Training:
         whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried)
         return StagedLoss(whole, self.ctx, key, product_flops)
 
+    def with_named_layers(self) -> Self:
+        """The same training, where the dim of the layers that a pipeline cuts is called `layers`."""
+        staged = self._staged(self.loss, self.key)
+        return replace(self, specs=staged.with_named_layers()) if isinstance(staged, StagedLoss) else self
+
     @property
     def described_cut(self) -> str | None:
         """How a pipeline cuts the loss of a user's model into stages, as text; None without such a cut."""
