@@ -246,8 +246,8 @@ class _Sequence:
     def _stack(self, start: int, slots: dict[int, list[_Slot] | None]) -> tuple[int, Stack] | None:
         """The stack whose first block starts here, and the bytes that pass from block to block."""
         stop = start + self.length
-        own: dict[Var, tuple[int, ...]] = {}
-        consts: dict[Var, None] = {}
+        own: dict[Any, tuple[int, ...]] = {}
+        consts: dict[Any, None] = {}
         rows: list[tuple[Atom, Row]] = []
         carry: dict[tuple[int, int], Atom] = {}
         eqns = []
@@ -286,8 +286,8 @@ class _Sequence:
     def _built(
         self,
         start: int,
-        own: dict[Var, tuple[int, ...]],
-        consts: dict[Var, None],
+        own: dict[Any, tuple[int, ...]],
+        consts: dict[Any, None],
         rows: list[tuple[Atom, Row]],
         carry: dict[tuple[int, int], Atom],
         eqns: list[Any],

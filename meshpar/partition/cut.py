@@ -25,14 +25,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from meshpar.errors import ShardingError
 from meshpar.partition.blocks import blocks, sunk
-from meshpar.partition.rules.loops import scan_counts
+from meshpar.partition.scans import flattened, scans
 from meshpar.partition.source import Source
 from meshpar.partition.stack import Atom, Own, Stack, each, is_literal
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
 _DEAR = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
 """Operations that are not computed a second time on another stage."""
-LAYERS = "layers"
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num
       ShardingError: it has no stack of layers, or a value cannot cross the cut.
     """
     flat = sunk(flattened(closed), num_params)
-    stacks = [*_scans(flat, arguments), *_lists(flat, arguments[:num_params])]
+    stacks = [*scans(flat, [argument.dims for argument in arguments]), *_lists(flat, arguments[:num_params])]
     if not stacks:
         raise ShardingError(_NOTHING)
 
@@ -121,58 +119,29 @@ def _arguments(own: Iterable[Own]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for one in own for i in (one if isinstance(one, tuple) else (one,))))
 
 
-def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
-    """The parameters, which are the first arguments, that loops scan as they are."""
-    flat = flattened(closed).jaxpr
-    place = {v: i for i, v in enumerate(flat.invars[:num_params])}
-    loops = [eqn for eqn in flat.eqns if eqn.primitive.name == "scan"]
-    return {place[v] for eqn in loops for v in eqn.invars[sum(scan_counts(eqn.params)) :] if _is_in(v, {*place})}
-
-
-def _scans(flat: ClosedJaxpr, arguments: Sequence[Argument]) -> Iterator[Stack]:
-    """Each loop over parameters that are stacked in their first dim, `layers`."""
-    place = {v: i for i, v in enumerate(flat.jaxpr.invars)}
-    for number, eqn in enumerate(flat.jaxpr.eqns):
-        if eqn.primitive.name != "scan":
-            continue
-        num_consts, num_carry = scan_counts(eqn.params)
-        scanned = eqn.invars[num_consts + num_carry :]
-        own = [not is_literal(v) and v in place and arguments[place[v]].dims[:1] == (LAYERS,) for v in scanned]
-        if not any(own) or eqn.params["reverse"]:
-            continue
-        body = eqn.params["jaxpr"].jaxpr
-        inner = body.invars[num_consts + num_carry :]
-        invars = [
-            *body.invars[:num_consts],
-            *(v for v, is_own in zip(inner, own, strict=True) if not is_own),
-            *body.invars[num_consts : num_consts + num_carry],
-            *(v for v, is_own in zip(inner, own, strict=True) if is_own),
-        ]
-        used = {v for e in flat.jaxpr.eqns for v in e.invars if not is_literal(v)} | {
-            v for v in flat.jaxpr.outvars if not is_literal(v)
-        }
-        kept = [i for i, v in enumerate(eqn.outvars) if i < num_carry or v in used]
-        open_ = Jaxpr(
-            body.constvars, invars, [body.outvars[i] for i in kept], body.eqns, body.effects,
-            debug_info=body.debug_info,
-        )  # fmt: skip
-        yield Stack(
-            start=number,
-            stop=number + 1,
-            num_layers=eqn.params["length"],
-            body=ClosedJaxpr(open_, eqn.params["jaxpr"].consts),
-            consts=tuple(eqn.invars[:num_consts]),
-            rows=tuple(v for v, is_own in zip(scanned, own, strict=True) if not is_own),
-            carry=tuple(eqn.invars[num_consts : num_consts + num_carry]),
-            own=tuple(place[v] for v, is_own in zip(scanned, own, strict=True) if is_own),
-            outs=tuple(eqn.outvars[:num_carry]),
-            collected=tuple(eqn.outvars[i] for i in kept if i >= num_carry),
-        )
-
-
 def _lists(flat: ClosedJaxpr, params: Sequence[Argument]) -> Iterator[Stack]:
     sizes = [(p.aval.shape, p.aval.dtype, p.dims) for p in params]
     return blocks(flat, [p.name.removesuffix(".value") for p in params], sizes)
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """The values that cross the cut, and how.
+
+    Args:
+      fixed, read: places in the stack's `consts` of those that are computed again by each stage, and of those that are
+        sent along.
+      sent: the values that are sent along; first those of `read`.
+      collected: the types of the arrays of what the layers collect.
+      after, again: the operations of the last stage, and those of the first that it repeats.
+    """
+
+    fixed: list[int]
+    read: list[int]
+    sent: list[Atom]
+    collected: list[jax.ShapeDtypeStruct]
+    after: list[int]
+    again: set[int]
 
 
 @dataclass
@@ -192,95 +161,122 @@ class _Cutter:
         num_sums = len(results) - self.num_carried
         self.results, self.carried = results[:num_sums], results[num_sums:]
         self.place = {v: i for i, v in enumerate(invars)}
+        self.data = tuple(range(self.num_params, len(invars)))
         self.of_layers = {invars[i] for i in _arguments(self.stack.own)}
+        self.outer = tuple(i for i, v in enumerate(invars) if v not in self.of_layers)
         self.of_params = self._reached(invars[: self.num_params])
         inside = self.flat.jaxpr.eqns[self.stack.start : self.stack.stop]
         self.late = self._reached([v for eqn in inside for v in eqn.outvars if v in self.of_params])
 
     def cut(self) -> Cut:
-        stack, invars = self.stack, self.flat.jaxpr.invars
         self._check_rows()
         self._check_carried()
-        num_consts, num_rows, num_carry = len(stack.consts), len(stack.rows), len(stack.carry)
-        body = stack.body.jaxpr
-        sent_inside = [i for i, v in enumerate(stack.consts) if _is_in(v, self.of_params)]
-        fixed = [i for i in range(num_consts) if i not in sent_inside]
-        after, again, sent_after = self._after()
-        sent: list[Atom] = [stack.consts[i] for i in sent_inside]
-        sent += [v for v in sent_after if v not in sent]
-        collected = [
-            jax.ShapeDtypeStruct((stack.num_layers, *v.aval.shape), v.aval.dtype) for v in body.outvars[num_carry:]
-        ]
-        self._check_message([*stack.carry, *sent], collected)
-        outer = tuple(i for i, v in enumerate(invars) if v not in self.of_layers)
-        data = tuple(range(self.num_params, len(invars)))
-        needed = self._needed([*stack.carry, *sent])
-        self._check_layers_alone([*after, *again, *needed])
-
-        start = self._program([*stack.carry, *sent], [invars[i] for i in outer], needed)
-        row_atoms = [v for row in stack.rows for v in each(row)]
-        values = self._program([*(stack.consts[i] for i in fixed), *row_atoms], [invars[i] for i in data])
-        end = self._program(
-            self.results,
-            [*(invars[i] for i in outer), *stack.outs, *sent, *(v for ys in stack.collected for v in each(ys))],  # pyright: ignore
-            {*after, *again},
+        crossing = self._crossing()
+        self._check_message([*self.stack.carry, *crossing.sent], crossing.collected)
+        self._check_layers_alone([*crossing.after, *crossing.again, *self._needed(self._sent_first(crossing))])
+        return Cut(
+            num_layers=self.stack.num_layers,
+            own=self.stack.own,
+            data=self.data,
+            outer=self.outer,
+            first=self._first(crossing),
+            shared=self._shared(crossing),
+            num_rows=len(self.stack.rows) + bool(crossing.collected),
+            layer=self._layer(crossing),
+            last=self._last(crossing),
+            state=self._program(self.carried, self._invars(self.data[self.num_batch :])),
         )
-        run = jaxpr_as_fun(stack.body)
+
+    # The parts -----------------------------------------------------------------------------------------------------
+
+    def _first(self, crossing: _Crossing) -> ClosedJaxpr:
+        start = jaxpr_as_fun(self._program(self._sent_first(crossing), self._invars(self.outer)))
 
         def first(*arguments: Any) -> list[Any]:
-            return [*jaxpr_as_fun(start)(*arguments), *(jnp.zeros(x.shape, x.dtype) for x in collected)]
+            return [*start(*arguments), *(jnp.zeros(x.shape, x.dtype) for x in crossing.collected)]
+
+        return _traced(first, _structs(self._invars(self.outer)))
+
+    def _shared(self, crossing: _Crossing) -> ClosedJaxpr:
+        rows = [v for row in self.stack.rows for v in each(row)]
+        values = jaxpr_as_fun(
+            self._program([*(self.stack.consts[i] for i in crossing.fixed), *rows], self._invars(self.data))
+        )
 
         def shared(*arguments: Any) -> list[Any]:
-            found = iter(jaxpr_as_fun(values)(*arguments))
-            consts = [next(found) for _ in fixed]
-            rows = [
-                jnp.stack([next(found) for _ in row]) if isinstance(row, tuple) else next(found) for row in stack.rows
+            found = iter(values(*arguments))
+            consts = [next(found) for _ in crossing.fixed]
+            stacked = [
+                jnp.stack([next(found) for _ in row]) if isinstance(row, tuple) else next(found)
+                for row in self.stack.rows
             ]
-            return [*consts, *rows, *([jnp.arange(stack.num_layers)] if collected else [])]
+            return [*consts, *stacked, *([jnp.arange(self.stack.num_layers)] if crossing.collected else [])]
+
+        return _traced(shared, _structs(self._invars(self.data)))
+
+    def _layer(self, crossing: _Crossing) -> ClosedJaxpr:
+        stack, run = self.stack, jaxpr_as_fun(self.stack.body)
+        num_consts, num_rows, num_carry = len(stack.consts), len(stack.rows), len(stack.carry)
 
         def layer(*given: Any) -> list[Any]:
-            consts, rest = given[: len(fixed)], given[len(fixed) :]
-            rows, rest = rest[:num_rows], rest[num_rows:]
-            index, rest = (rest[0], rest[1:]) if collected else (None, rest)
-            carry, rest = rest[:num_carry], rest[num_carry:]
-            along, rest = rest[: len(sent)], rest[len(sent) :]
-            arrays, own = rest[: len(collected)], rest[len(collected) :]
-            all_consts: dict[int, Any] = dict(zip(fixed, consts, strict=True))
-            all_consts |= dict(zip(sent_inside, along, strict=False))
-            made = run(*(all_consts[i] for i in range(num_consts)), *rows, *carry, *own)
-            arrays = [a.at[index].set(y) for a, y in zip(arrays, made[num_carry:], strict=True)]
+            left = iter(given)
+
+            def take(num: int) -> list[Any]:
+                return [next(left) for _ in range(num)]
+
+            fixed, rows, index = take(len(crossing.fixed)), take(num_rows), take(bool(crossing.collected))
+            carry, along, arrays = take(num_carry), take(len(crossing.sent)), take(len(crossing.collected))
+            consts = dict(zip(crossing.fixed, fixed, strict=True)) | dict(zip(crossing.read, along, strict=False))
+            made = run(*(consts[i] for i in range(num_consts)), *rows, *carry, *left)
+            arrays = [a.at[index[0]].set(y) for a, y in zip(arrays, made[num_carry:], strict=True)]
             return [*made[:num_carry], *along, *arrays]
 
-        def last(*given: Any) -> list[Any]:
-            num_others = len(outer) + num_carry + len(sent)
-            others, arrays = given[:num_others], given[num_others:]
+        inner = _structs(stack.body.jaxpr.invars)
+        index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if crossing.collected else []
+        own = inner[num_consts + num_rows + num_carry :]
+        taken = [*(inner[i] for i in crossing.fixed), *inner[num_consts : num_consts + num_rows]]
+        return _traced(layer, [*taken, *index, *self._message(crossing), *own])
+
+    def _last(self, crossing: _Crossing) -> ClosedJaxpr:
+        stack = self.stack
+        collected = [v for values in stack.collected for v in each(values)]
+        given: list[Any] = [*self._invars(self.outer), *stack.outs, *crossing.sent, *collected]
+        end = jaxpr_as_fun(self._program(self.results, given, {*crossing.after, *crossing.again}))
+
+        def last(*arguments: Any) -> list[Any]:
+            num_others = len(arguments) - len(stack.collected)
             apart = [
                 y
-                for ys, a in zip(stack.collected, arrays, strict=True)
-                for y in ([a[m] for m in range(len(ys))] if isinstance(ys, tuple) else [a])
+                for values, a in zip(stack.collected, arguments[num_others:], strict=True)
+                for y in ([a[m] for m in range(len(values))] if isinstance(values, tuple) else [a])
             ]
-            return jaxpr_as_fun(end)(*others, *apart)
+            return end(*arguments[:num_others], *apart)
 
-        def structs(atoms: Iterable[Any]) -> list[Any]:
-            return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
+        return _traced(last, [*_structs(self._invars(self.outer)), *self._message(crossing)])
 
-        message = [*structs([*stack.carry, *sent]), *collected]
-        in_body = structs(body.invars)
-        taken = [*(in_body[i] for i in fixed), *in_body[num_consts : num_consts + num_rows]]
-        index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if collected else []
-        own = in_body[num_consts + num_rows + num_carry :]
-        return Cut(
-            num_layers=stack.num_layers,
-            own=stack.own,
-            data=data,
-            outer=outer,
-            first=_traced(first, structs(invars[i] for i in outer)),
-            shared=_traced(shared, structs(invars[i] for i in data)),
-            num_rows=num_rows + len(index),
-            layer=_traced(layer, [*taken, *index, *message, *own]),
-            last=_traced(last, [*structs(invars[i] for i in outer), *message]),
-            state=self._program(self.carried, [invars[i] for i in data[self.num_batch :]]),
-        )
+    def _message(self, crossing: _Crossing) -> list[Any]:
+        """The types of what layers pass to each other."""
+        return [*_structs(self._sent_first(crossing)), *crossing.collected]
+
+    def _sent_first(self, crossing: _Crossing) -> list[Atom]:
+        """What the first layer gets of what stands before."""
+        return [*self.stack.carry, *crossing.sent]
+
+    def _invars(self, places: Iterable[int]) -> list[Var]:
+        return [self.flat.jaxpr.invars[i] for i in places]
+
+    def _crossing(self) -> _Crossing:
+        stack = self.stack
+        read = [i for i, v in enumerate(stack.consts) if _is_in(v, self.of_params)]
+        after, again, read_after = self._after()
+        sent: list[Atom] = [stack.consts[i] for i in read]
+        sent += [v for v in read_after if v not in sent]
+        collected = [
+            jax.ShapeDtypeStruct((stack.num_layers, *x.shape), x.dtype)
+            for x in _structs(stack.body.jaxpr.outvars[len(stack.carry) :])
+        ]
+        fixed = [i for i in range(len(stack.consts)) if i not in read]
+        return _Crossing(fixed, read, sent, collected, after, again)
 
     # What crosses the cut ------------------------------------------------------------------------------------------
 
@@ -358,7 +354,8 @@ class _Cutter:
 
     def _check_message(self, values: Sequence[Atom], collected: Sequence[Any]) -> None:
         for v in values:
-            if not jnp.issubdtype(v.aval.dtype, jnp.floating):
+            aval: Any = v.aval
+            if not jnp.issubdtype(aval.dtype, jnp.floating):
                 what = "layers pass it to each other, and it has no gradient to send back"
                 self._refuse(v, what, "compute it from the batch inside of the layer")
         for v, one in zip(self.stack.collected, collected, strict=True):
@@ -395,43 +392,9 @@ def _is_dear(eqn: Any) -> bool:
     return any(_is_dear(one) for jaxpr in inner if jaxpr is not None for one in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
+def _structs(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
+
+
 def _traced(function: Callable[..., list[Any]], structs: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*structs)
-
-
-def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program, with each call that contains a `scan` replaced by its operations."""
-    eqns: list[Any] = []
-    constvars, consts = list(closed.jaxpr.constvars), list(closed.consts)
-
-    def walk(jaxpr: Jaxpr, env: dict[Var, Any], is_inner: bool) -> list[Any]:
-        def read(v: Any) -> Any:
-            return v if is_literal(v) else env.get(v, v)
-
-        for eqn in jaxpr.eqns:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            if eqn.primitive.name in _CALLS and _has_scan(inner):
-                open_ = getattr(inner, "jaxpr", inner)
-                within = dict(zip(open_.invars, map(read, eqn.invars), strict=True))
-                for v, x in zip(open_.constvars, getattr(inner, "consts", ()), strict=True):
-                    within[v] = Var(v.aval)
-                    constvars.append(within[v])
-                    consts.append(x)
-                env.update(zip(eqn.outvars, walk(open_, within, True), strict=True))
-                continue
-            outvars = [Var(v.aval) for v in eqn.outvars] if is_inner else eqn.outvars
-            env.update(zip(eqn.outvars, outvars, strict=True))
-            eqns.append(eqn.replace(invars=[read(v) for v in eqn.invars], outvars=outvars))
-        return [read(v) for v in jaxpr.outvars]
-
-    of = closed.jaxpr
-    outvars = walk(of, {}, False)
-    return ClosedJaxpr(Jaxpr(constvars, of.invars, outvars, eqns, of.effects, debug_info=of.debug_info), consts)
-
-
-def _has_scan(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name == "scan"
-        or (eqn.primitive.name in _CALLS and _has_scan(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))))
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )

@@ -19,13 +19,14 @@ from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
-from meshpar.partition.cut import LAYERS, Argument, Cut, cut, scanned
+from meshpar.partition.cut import Argument, Cut, cut
 from meshpar.partition.layout import Layout
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
 from meshpar.partition.rules import RULES
 from meshpar.partition.rules.loops import carried_layout, planned_body, used_as
+from meshpar.partition.scans import LAYERS, scanned
 from meshpar.partition.stack import Own
 from meshpar.sharding.rules import UNNAMED
 from meshpar.sharding.spec import ArraySpec

@@ -93,6 +93,7 @@ def collecting() -> Zoo:
         }
 
     def loss(params, batch, key):
+        params = jax.tree.map(lambda x: 2.0 * x.astype(jnp.float64), params)  # each layer of its own row
         bias = batch["x"] @ params["bias"]  # every layer reads it, and it has a gradient
 
         def layer(carry, layer):
