@@ -145,8 +145,11 @@ class Training:
 
     @property
     def order(self) -> np.ndarray | None:
-        """int[seq]: the token of a row at each place of its shards; None if rows keep their order."""
-        return token_order(self.ctx, self.batch_specs)
+        """int[seq]: the token of a row at each place of its shards; None if rows keep their order.
+
+        A loss of whole arrays numbers the tokens of a row itself, so they keep it.
+        """
+        return None if self.is_of_whole_arrays else token_order(self.ctx, self.batch_specs)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:

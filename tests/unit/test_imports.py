@@ -495,6 +495,7 @@ def test_explain_shows_the_stages_of_an_imported_model(meshpar):
     assert drawn[5].strip() == "a message of a microbatch is 1.00 KiB on all devices of a stage: f32[2,8,16]"
 
 
+@pytest.mark.slow
 def test_an_imported_model_trains_in_stages_as_on_one_device(meshpar):
     alone = ["model.target=own_model:Stacked", "mesh={data: 8}", "rules={preset: [replicated], unnamed: []}"]
     losses = []
