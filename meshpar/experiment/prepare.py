@@ -163,7 +163,7 @@ class Prepared(Training):
             what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
             what += f", {local.overlap_steps} steps late" if local.overlap_steps else ""
             found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
-        return found
+        return found | ({"parallel.pipeline": self.described_cut} if self.described_cut else {})
 
     @property
     def updates(self) -> dict[str, str]:
@@ -327,6 +327,12 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
         kinds=kinds,
     )
+    if ctx.schedule and prepared.is_of_whole_arrays:
+        prepared = prepared.with_named_layers()
+        if ctx.schedule.is_stale:
+            prepared = replace(prepared, carried={STALE: prepared.specs})
+        assert prepared.pipeline
+        prepared.pipeline.plan(ctx)  # raises an error if the loss cannot be cut into its stages
     prepared.check_context()
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 

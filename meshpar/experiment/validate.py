@@ -13,7 +13,7 @@ from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
-from meshpar.parallel.checks import check_float64, check_own_layers, check_strategies
+from meshpar.parallel.checks import check_float64, check_own_layers, check_stages, check_strategies
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.pipeline.partition import cut_layers
@@ -89,6 +89,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     run.model.check(task_of(run), ctx, problems)
     if not run.model.has_own_layers:
         ctx = check_own_layers(ctx, "an imported model", problems)
+        check_stages(ctx, getattr(run.model, "manual", False), problems)
     check_strategies(ctx, problems)
     _check_cache(run, problems)
     if run.model.has_own_layers:

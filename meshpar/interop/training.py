@@ -24,7 +24,7 @@ from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.mesh.varying import varies_over
 from meshpar.optim.elementwise import is_elementwise
-from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_strategies
+from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_stages, check_strategies
 from meshpar.parallel.context import ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
 from meshpar.parallel.local_updates import KEY
@@ -33,6 +33,7 @@ from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import UNNAMED, AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import batch_specs
+from meshpar.train.gradients import STALE
 from meshpar.train.loss import Batch, Loss, LossSums, as_loss_sums, warn_of_masks
 from meshpar.train.step import Update
 from meshpar.train.training import Training, step_key
@@ -172,7 +173,7 @@ def training(
         activation_dims=tuple(activation_dims),
     )
     check_partitioned(ctx, manual)
-    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None)
+    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {}, axes)
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
@@ -195,8 +196,14 @@ def training(
         seed=seed,
         is_of_whole_arrays=not manual,
     )
+    made = made.with_named_layers()
+    if made.ctx.schedule and made.ctx.schedule.is_stale:
+        first = made.init
+        made = replace(made, carried={STALE: made.specs}, init_carried=lambda key: {STALE: first(key)})
     _ = made.placement
     made.check_context()
+    if made.pipeline:
+        made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
     return made
 
 
@@ -316,11 +323,12 @@ def with_loss_sums(
                 more = (as_keys(carried, keys),) if carries else ()
                 arguments = (params, inputs, key, *more)
                 result = explicit.call(loss, arguments, lambda: explicit.shardings(arguments, specs, axes or {}))
-            num_microbatches = getattr(current(), "num_microbatches", 1)
-            if returns_carried and num_microbatches > 1:
-                _warn_of_statistics(carried, num_microbatches)
-                if not isinstance(result, LossSums):
-                    warn_of_masks(arrays, num_microbatches)
+            ctx = current()
+            if ctx and returns_carried:
+                if ctx.num_microbatches > 1:
+                    _warn_of_statistics(carried, ctx.num_microbatches)
+                if ctx.num_passes > 1 and not isinstance(result, LossSums):
+                    warn_of_masks(arrays, ctx.num_passes)
             return as_loss_sums(as_data(result), batch["rows"], carried, returns_carried)
 
         if ctx := manual_context():
@@ -404,7 +412,9 @@ def explained() -> Iterator[None]:
         raise ConfigError(f"{what}; {fix}") from error
 
 
-def _check_arguments(ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool) -> None:
+def _check_arguments(
+    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool
+) -> None:
     problems = Problems()
     arguments = ("params", "batch", "key", *(["carried"] if carries else []))
     for name, loss in losses.items():
@@ -413,6 +423,10 @@ def _check_arguments(ctx: ParallelContext, losses: Mapping[str, Callable[..., An
     for name in ("compute_dtype", "accum_dtype"):
         check_float64(name, getattr(ctx, name), problems)
     ctx = check_own_layers(ctx, "your model", problems)
+    check_stages(ctx, is_local, problems)
+    if ctx.schedule and ctx.schedule.is_stale and carries:
+        what = "it carries the parameters before the last update, and the loss carries a state of its own"
+        problems.add("parallel.pipeline", what, "another kind, or no carried state")
     if ctx.parallel.local:
         what = "a training has no number of steps, from which the ends of the rounds follow"
         problems.add(KEY, what, f"{KEY}=null; or a config, whose model has kind: import and manual: true")
@@ -434,6 +448,7 @@ def in_python(problem: Problem) -> Problem:
 
 
 _ARGUMENTS = {
+    "model.manual=false": "manual=False",
     "lowering=manual": "lowering='manual'",
     "under lowering: auto": "under lowering='auto'",
     "=null": "=None",

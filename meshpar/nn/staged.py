@@ -11,7 +11,7 @@ from meshpar.nn.describe import functional
 from meshpar.nn.transformer import Transformer
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.data import gathering_again
-from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.parallel.pipeline.model import PipelineModel, Totals
 from meshpar.parallel.projection import Projection
 
 Sums = Callable[[Projection, Batch], tuple[jax.Array, jax.Array]]
@@ -32,8 +32,8 @@ def parts(model: Transformer, loss: Sums, evaluation: Sums, count: Callable[[Bat
     # `auto` keeps the loop: a step without it takes about 1.2 times as long on CPUs, see docs/design/0005.
     unroll = {"auto": 1, "all": sizes.num_layers}
 
-    def at_end(sums: Sums) -> Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]:
-        return lambda params, x, batch: sums(project(params, x), batch)
+    def at_end(sums: Sums) -> Callable[[Any, jax.Array, Batch], Totals]:
+        return lambda params, x, batch: (*sums(project(params, x), batch), {})
 
     return PipelineModel(
         layers="blocks",

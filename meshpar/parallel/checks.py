@@ -51,11 +51,6 @@ OWN_LAYERS = {
         lambda ctx: ctx.parallel.expert not in (None, ExpertParallel()), None,
         "only meshpar's own experts exchange tokens so, not those of {model}", "no parallel.expert",
     ),
-    "pipeline": _OwnLayers(
-        lambda ctx: ctx.parallel.pipeline is not None, None,
-        "{model} has no stack of layers to divide into pipeline stages",
-        "parallel.pipeline=null",
-    ),
 }  # fmt: skip
 """Field of `Parallel` -> why a model of the user's own cannot use it. To support a strategy, remove its entry."""
 
@@ -82,6 +77,24 @@ def check_own_layers(ctx: ParallelContext, model: str, problems: Problems) -> Pa
         where = f"parallel.{name}.overlap" if name in ("tensor", "fsdp") else f"parallel.{name}"
         problems.add(where, one.why.format(model=model), one.fix)
     return replace(ctx, parallel=ctx.parallel.model_copy(update={name: one.off for name, one in used.items()}))
+
+
+def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems) -> None:
+    """Adds what keeps the loss of a user's own model from running in the stages of a pipeline.
+
+    Args:
+      is_local: whether the loss is written for local shards.
+    """
+    num_stages = ctx.shards("stage")
+    if ctx.schedule and is_local:
+        what = "a loss for local shards is not traced with whole shapes, so it cannot be cut into stages"
+        problems.add("parallel.pipeline", what, "model.manual=false, or parallel.pipeline=null")
+    elif ctx.schedule:
+        ctx.schedule.check(num_stages, problems)
+    elif ctx.manual and num_stages > 1 and not is_local:
+        what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
+        fix = "parallel.pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline"
+        problems.add("parallel.pipeline", what, fix)
 
 
 def check_partitioned(ctx: ParallelContext, is_local: bool) -> None:

@@ -22,7 +22,7 @@ def without(tree: Any, frozen: Collection[str]) -> Any:
 
 def as_in(trained: Any, whole: Any) -> Any:
     """`whole`, with each leaf masked that `trained` masks."""
-    return jax.tree.map(lambda x, leaf: x if _is_masked(x) else leaf, trained, whole, is_leaf=_is_masked)
+    return jax.tree.map(lambda x, leaf: x if is_masked(x) else leaf, trained, whole, is_leaf=is_masked)
 
 
 def frozen_in(trained: Any, whole: Any) -> Any:
@@ -33,9 +33,9 @@ def frozen_in(trained: Any, whole: Any) -> Any:
     """
 
     def one(x: Any, leaf: Any) -> Any:
-        return leaf if _is_masked(x) else optax.MaskedNode()
+        return leaf if is_masked(x) else optax.MaskedNode()
 
-    return jax.tree.map(one, trained, whole, is_leaf=_is_masked)
+    return jax.tree.map(one, trained, whole, is_leaf=is_masked)
 
 
 def filled(trained: Any, whole: Any) -> Any:
@@ -44,8 +44,8 @@ def filled(trained: Any, whole: Any) -> Any:
     >>> filled({"head": 5, "table": optax.MaskedNode()}, {"head": 2, "table": 1})
     {'head': 5, 'table': 1}
     """
-    return jax.tree.map(lambda x, leaf: leaf if _is_masked(x) else x, trained, whole, is_leaf=_is_masked)
+    return jax.tree.map(lambda x, leaf: leaf if is_masked(x) else x, trained, whole, is_leaf=is_masked)
 
 
-def _is_masked(x: Any) -> bool:
+def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)

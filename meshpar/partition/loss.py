@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,16 +57,17 @@ class PartitionedLoss:
             return self.loss(params, batch, key, carried)
         arguments = (params, batch, key, carried)
         leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
-        layouts = self._layouts(ctx, arguments)
+        layouts = self.layouts(ctx, arguments)
         program, result = planned(self.loss, layouts, tree, ctx, self.rewrite)
         return jax.tree.unflatten(result, differentiable(program, ctx)(*leaves))
 
     def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
         """The plan for arguments of these global shapes, without a device."""
-        layouts = self._layouts(ctx, structs, are_local=False)
+        layouts = self.layouts(ctx, structs, are_local=False)
         return planned(self.loss, layouts, jax.tree.structure(structs), ctx, self.rewrite)[0]
 
-    def _layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
+    def layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
+        """The layout of each leaf of the arguments of a loss, by their specs."""
         params, batch, key, carried = arguments
         specs = self.batch | {"rows": ArraySpec((0,), np.dtype("int32"), ("batch",))}
 
@@ -76,8 +78,12 @@ class PartitionedLoss:
             *(of(x, spec.dims, parameter_layout) for x, spec in _pairs(params, self.params)),
             *(of(batch[name], specs[name].dims, _activation) for name in sorted(batch)),
             *(Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)),
-            *(of(x, spec.dims, _state) for x, spec in _pairs(carried, self.carried)),
+            *self.state_layouts(ctx, carried, are_local),
         ]
+
+    def state_layouts(self, ctx: ParallelContext, carried: Any, are_local: bool = True) -> list[Layout]:
+        """The layout of each leaf of the carried state."""
+        return [_state(ctx, x, spec.dims, are_local) for x, spec in _pairs(carried, self.carried)]
 
 
 def planned(
@@ -85,13 +91,8 @@ def planned(
 ) -> tuple[Program, Any]:
     """Traces a loss with whole shapes and plans it: the program, and the structure of its result."""
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
-    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
-
-    def flat(*leaves: Any) -> Any:
-        return loss(*jax.tree.unflatten(tree, leaves))
-
-    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+    with of_whole_arrays(ctx):
+        closed, shapes = traced(loss, structs, tree)
         closed = rewrite(closed)
         scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
@@ -105,6 +106,23 @@ def planned(
     if ctx.strict:
         check_declared(moved_values(scope.program, ctx.axes("residual_seq")))
     return scope.program, jax.tree.structure(shapes)
+
+
+@contextmanager
+def of_whole_arrays(ctx: ParallelContext) -> Iterator[None]:
+    """Traces and plans what is in the `with` block as a program of whole arrays, also inside a `shard_map`."""
+    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
+    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
+        yield
+
+
+def traced(loss: WholeLoss, structs: Sequence[Any], tree: Any) -> tuple[Any, Any]:
+    """The jaxpr of a loss of the leaves of `tree`, and the structure of its result."""
+
+    def flat(*leaves: Any) -> Any:
+        return loss(*jax.tree.unflatten(tree, leaves))
+
+    return jax.make_jaxpr(flat, return_shape=True)(*structs)
 
 
 def returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:

@@ -100,7 +100,7 @@ def trace_evaluation(
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         entered = data.gather_params(params, dims)
         if objective.pipeline:
-            return data.summed(LossSums(*objective.pipeline.evaluation(entered, batch)).sums)
+            return data.summed(LossSums(*objective.pipeline.evaluation(entered, batch, of_loss(carried))).sums)
         return data.summed(objective.loss(entered, batch, None, of_loss(carried)).sums)
 
     in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), pspecs(placement.carried))

@@ -152,7 +152,8 @@ def _accumulate(
 
     def of_microbatch(batch: Batch, carried: Any) -> tuple[LossSums, Any]:
         if objective.pipeline:
-            sums, grads = objective.pipeline.gradients(params, trained, batch, objective.key(step), ctx.accum_dtype)
+            pipeline, key = objective.pipeline, objective.key(step)
+            sums, grads, carried = pipeline.gradients(params, trained, batch, key, carried, ctx.accum_dtype)
             return LossSums(*sums, carried), grads
 
         def loss(differentiated: Any) -> tuple[jax.Array, LossSums]:

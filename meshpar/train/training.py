@@ -22,12 +22,13 @@ from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.pipeline.execute import Pipeline
-from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.parallel.pipeline.model import Stages
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
 from meshpar.partition.loss import PartitionedLoss
 from meshpar.partition.moved_values import MovedValue, moved_values
 from meshpar.partition.rules.loops import unrolls
+from meshpar.partition.stages import StagedLoss
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -41,6 +42,7 @@ from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
 from meshpar.train.program import batch_structs, compile_program, with_rows
 from meshpar.train.slices import Slices, place_slices, slice_gradients
+from meshpar.train.stage_cut import describe_cut, product_flops
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
 from meshpar.train.teacher import Teacher
@@ -82,7 +84,7 @@ class Training:
     ctx: ParallelContext
     key: Callable[[jax.Array], jax.Array] | None = None
     seed: int = 0
-    stages: PipelineModel | None = None
+    stages: Stages | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
@@ -133,6 +135,8 @@ class Training:
             dims = {*self.ctx.activation_dims, *of_batch}
             if self.is_of_whole_arrays and self.ctx.manual and "seq" in of_batch:
                 dims.add("residual_seq")  # the partitioner ends sums in shards of the sequence
+            if self.is_of_whole_arrays and self.ctx.schedule:
+                dims.add("stage")  # the loss is cut into stages
         frozen = for_good(self.frozen)
         placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
         error_feedback = place_error_feedback(placed.trained, self.ctx.in_slice)
@@ -145,14 +149,42 @@ class Training:
 
     @property
     def order(self) -> np.ndarray | None:
-        """int[seq]: the token of a row at each place of its shards; None if rows keep their order."""
-        return token_order(self.ctx, self.batch_specs)
+        """int[seq]: the token of a row at each place of its shards; None if rows keep their order.
 
-    @property
+        A loss of whole arrays numbers the tokens of a row itself, so they keep it.
+        """
+        return None if self.is_of_whole_arrays else token_order(self.ctx, self.batch_specs)
+
+    @cached_property
     def pipeline(self) -> Pipeline | None:
         """The model in stages and its schedule; None without stages or under GSPMD."""
+        return self._pipeline(self._staged(self.loss, self.key))
+
+    def _pipeline(self, stages: Stages | None) -> Pipeline | None:
         schedule = self.ctx.schedule
-        return Pipeline(self.stages, schedule, self.in_schedule_order) if self.stages and schedule else None
+        return Pipeline(stages, schedule, self.in_schedule_order) if stages and schedule else None
+
+    def _staged(self, loss: Loss, key: Any) -> Stages | None:
+        """The model in stages: meshpar's own, or a user's loss that is cut where it is traced."""
+        if not self.is_of_whole_arrays or not self.ctx.schedule:
+            return self.stages
+        key = jax.eval_shape(key, jnp.int32(0)) if key else None
+        carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
+        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried)
+        return StagedLoss(whole, self.ctx, key, product_flops)
+
+    def with_named_layers(self) -> Self:
+        """The same training, where the dim of the layers that a pipeline cuts is called `layers`."""
+        staged = self._staged(self.loss, self.key)
+        return replace(self, specs=staged.with_named_layers()) if isinstance(staged, StagedLoss) else self
+
+    @property
+    def described_cut(self) -> str | None:
+        """How a pipeline cuts the loss of a user's model into stages, as text; None without such a cut."""
+        pipeline = self.pipeline
+        if pipeline is None or not isinstance(pipeline.parts, StagedLoss):
+            return None
+        return describe_cut(pipeline.parts, pipeline, self.ctx)
 
     @cached_property
     def layer_order(self) -> LayerOrder | None:
@@ -229,12 +261,12 @@ class Training:
     @property
     def objective(self) -> Objective:
         """The loss that a step minimizes, with its key, frozen parameters and pipeline."""
-        return self._objective(self.loss)
+        return self._objective(self.loss, self.pipeline)
 
-    def _objective(self, loss: Loss) -> Objective:
+    def _objective(self, loss: Loss, pipeline: Pipeline | None) -> Objective:
         if self.is_of_whole_arrays:
             loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
-        return Objective(loss, self.key or (lambda step: None), self.frozen, self.pipeline)
+        return Objective(loss, self.key or (lambda step: None), self.frozen, pipeline)
 
     @cached_property
     def activations(self) -> list[MovedValue]:
@@ -356,7 +388,9 @@ class Training:
         return 3 * needed_flops(traced_products(forward))
 
     def _evaluation(self, ctx: ParallelContext) -> jax.stages.Traced:
-        objective = replace(self, ctx=ctx)._objective(self.evaluation or self.loss)
+        loss = self.evaluation or self.loss
+        training = replace(self, ctx=ctx)
+        objective = training._objective(loss, training._pipeline(training._staged(loss, None)))
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:

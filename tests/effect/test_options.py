@@ -97,10 +97,6 @@ IMPORTED = {
         "precision.matmul\n    only meshpar's own layers multiply in 8 bits",
     ),
     "parallel.context": ({"parallel": {"context": "ring"}}, "parallel.context\n    only meshpar's own attention meets"),
-    "parallel.pipeline": (
-        {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
-        "parallel.pipeline\n    an imported model has no stack of layers to divide",
-    ),
     "rules": (
         {"rules": ["pipeline"], "mesh": {"data": 2, "pipe": 4}},
         "mesh.pipe = 4\n    nothing in the model has the dim layers (preset pipeline) or stage (preset pipeline)",

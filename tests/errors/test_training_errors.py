@@ -203,11 +203,6 @@ ARGUMENTS = {
 LOCAL = Parallel(local=LocalUpdates(axis="data", every=2))
 REDUCED = Parallel(gradient_reduction=Reduce(across="int8"))
 STRATEGIES = {
-    "a pipeline": (
-        {"parallel": Parallel(pipeline=OneFOneB(num_microbatches=4))},
-        "parallel.pipeline\n    your model has no stack of layers to divide into pipeline stages\n"
-        "    parallel.pipeline=None",
-    ),
     "a reduction": (
         {"parallel": REDUCED},
         "parallel.gradient_reduction\n    under lowering='auto', XLA reduces gradients as it chooses\n"
@@ -246,12 +241,32 @@ def test_a_strategy_without_effect_is_refused(case, how):
     assert message in str(error.value)
 
 
+PIPELINE = {"parallel": Parallel(pipeline=OneFOneB(num_microbatches=4))}
+NOT_CUT = {
+    "auto": ({"lowering": "auto"}, "parallel.pipeline\n    GSPMD has no pipeline\n    lowering='manual', or"),
+    "local": (
+        {"manual": True},
+        "parallel.pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into "
+        "stages\n    manual=False, or parallel.pipeline=None",
+    ),
+    "partitioned": ({}, "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters"),
+}
+
+
+@pytest.mark.parametrize("how", NOT_CUT)
+def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(how):
+    more, message = NOT_CUT[how]
+    with pytest.raises((ConfigError, ShardingError)) as error:
+        made(**PIPELINE, **more)
+    assert message in str(error.value)
+
+
 def test_all_strategies_without_effect_are_refused_at_once():
     parallel = REDUCED.model_copy(update={"pipeline": OneFOneB(num_microbatches=4), "local": LOCAL.local})
     with pytest.raises(ConfigError) as error:
         made(parallel=parallel, lowering="auto")
     assert [line for line in str(error.value).splitlines() if line.startswith("  parallel")] == [
-        "  parallel.pipeline", "  parallel.local", "  parallel.gradient_reduction",
+        "  parallel.local", "  parallel.pipeline", "  parallel.gradient_reduction",
     ]  # fmt: skip
 
 

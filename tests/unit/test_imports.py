@@ -20,6 +20,7 @@ from meshpar.planning.machine import EFFICIENCY
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import open_source
 from meshpar.train.program import on_host
+from meshpar.tree import human_flops
 from tests.serve.client import serving
 
 MODULE = """
@@ -54,6 +55,15 @@ class Looping(nn.Module):
         _, fixed = lax.while_loop(lambda at: at[0] < last, lambda at: (at[0] + 1, at[1] @ jnp.eye(64)), first)
         init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
         return nn.Dense(64, kernel_init=init)(x + fixed)
+
+
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 16)(tokens)
+        for i in range(4):
+            x = x + nn.Dense(16, name=f"layer_{i}")(nn.gelu(x))
+        return nn.Dense(64)(x)
 
 
 class OwnNNX(nnx.Module):
@@ -499,8 +509,46 @@ def test_an_imported_model_with_a_pipeline_or_an_overlap_is_refused(meshpar):
     pipeline = ["parallel.pipeline={kind: 1f1b, num_microbatches: 2}", "parallel.fsdp.overlap=ring"]
     code, output = meshpar("explain", "config.yaml", *MANUAL, *pipeline)
     assert code == 2
-    assert "pipeline\n    an imported model has no stack of layers to divide into pipeline stages\n" in output
+    assert (
+        "pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into stages\n"
+        in output
+    )
     assert "only meshpar's own layers communicate in chunks, not those of an imported model" in output
+
+
+PIPED = [
+    "model.target=own_model:Stacked", "mesh={pipe: 4, data: 2}", "rules={preset: [pipeline], unnamed: []}",
+    "parallel.pipeline={kind: 1f1b, num_microbatches: 4}",
+]  # fmt: skip
+
+
+def test_explain_shows_the_stages_of_an_imported_model(meshpar):
+    code, output = meshpar("explain", "config.yaml", *PIPED)
+    assert code == 0, output
+    drawn = output.partition("parallel.pipeline  ")[2].splitlines()[:6]
+    per_layer = 16 * 16 + 16
+    assert drawn[0] == "4 equal layers, a list, of which every stage stores all"
+    flops = [2 * 2 * 8 * 16 * 16, 2 * 2 * 8 * 16 * (16 + 64)]
+    assert drawn[1].split() == (
+        f"stage 0: what stands before; layers 0, with {per_layer} parameters; {human_flops(flops[0])} "
+        "in a forward of a microbatch"
+    ).split()  # fmt: skip
+    assert drawn[4].endswith(
+        f"layers 3, with {per_layer} parameters; what stands after; {human_flops(flops[1])} in a forward of a "
+        "microbatch"
+    )
+    assert drawn[5].strip() == "a message of a microbatch is 1.00 KiB on all devices of a stage: f32[2,8,16]"
+
+
+@pytest.mark.slow
+def test_an_imported_model_trains_in_stages_as_on_one_device(meshpar):
+    alone = ["model.target=own_model:Stacked", "mesh={data: 8}", "rules={preset: [replicated], unnamed: []}"]
+    losses = []
+    for i, keys in enumerate([PIPED, alone]):
+        code, output = meshpar("train", "config.yaml", *keys, f"run_dir=run{i}", "--json")
+        assert code == 0, output
+        losses.append([record["loss"] for kind in ("train", "evaluation") for record in records(output, kind)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_an_imported_model_with_chunks_of_the_loss_is_refused(meshpar):

@@ -23,9 +23,9 @@ from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual, platform
 from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, varying_like, zeros_of
-from meshpar.parallel.outputs import Auxiliary, Scalars
+from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
-from meshpar.parallel.pipeline.model import PipelineModel
+from meshpar.parallel.pipeline.model import Stages, Totals
 from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
@@ -34,9 +34,7 @@ from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in, wide
 from meshpar.parallel.trainable import as_in, filled, frozen_in
 
-Sums = tuple[jax.Array, jax.Array, Any]
-Totals = tuple[jax.Array, jax.Array, Scalars]
-"""Sums of losses, tokens and metrics, as in `LossSums`."""
+Sums = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,14 @@ class Pipeline:
         model's order, and each call moves them.
     """
 
-    parts: PipelineModel
+    parts: Stages
     schedule: Schedule
     in_schedule_order: bool = False
 
     def gradients(
-        self, params: Any, trained: Any, batch: Batch, key: jax.Array | None, sums: Any
-    ) -> tuple[Totals, Any]:
-        """The totals and the summed gradients of this device's rows, in the manual lowering.
+        self, params: Any, trained: Any, batch: Batch, key: jax.Array | None, carried: Any, sums: Any
+    ) -> tuple[Totals, Any, Any]:
+        """The totals and the summed gradients of this device's rows, and the next carried state.
 
         Args:
           params: the result of `parallel.data.gather_params`.
@@ -67,11 +65,16 @@ class Pipeline:
           stages with v chunks these are 2 m (p v - 1) messages, less those of a stage to itself.
         Memory: the residuals of a layer for each microbatch that the schedule holds at once.
         """
-        return _Stage(self, params, trained, batch, key).gradients(sums)
+        divided = self.parts.divided
+        states, carried = self.parts.states(carried, key, self.schedule.num_microbatches)
+        totals, grads = _Stage(self, divided(params), divided(trained), batch, key, states).gradients(sums)
+        return totals, as_in(trained, self.parts.joined(grads)), carried
 
-    def evaluation(self, params: Any, batch: Batch) -> Totals:
+    def evaluation(self, params: Any, batch: Batch, carried: Any) -> Totals:
         """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
-        return _Stage(self, params, params, batch, None, forward_only=True).evaluation()
+        params = self.parts.divided(params)
+        states, _ = self.parts.states(carried, None, self.schedule.num_microbatches)
+        return _Stage(self, params, params, batch, None, states, forward_only=True).evaluation()
 
     def plan(self, ctx: ParallelContext, forward_only: bool = False) -> tuple[ScheduleTable, StagePartition]:
         """The table of the schedule, and the layers of each stage.
@@ -87,14 +90,16 @@ class Pipeline:
         return tick_table(orders, self.schedule), self.cut(ctx)
 
     def cut(self, ctx: ParallelContext) -> StagePartition:
-        return cut_layers(
-            self.schedule, ctx.shards("stage"), self.parts.num_layers, self.parts.head, self.parts.stacked_layers
-        )
+        layers = self.parts.layer_counts()
+        return cut_layers(self.schedule, ctx.shards("stage"), layers.num_layers, layers.head, layers.stacked)
 
     def moves(self, ctx: ParallelContext) -> Exchange | None:
         """The exchange that moves layers to their stages; None if they are stored there, or on all stages."""
         cut = self.cut(ctx)
-        stored = self.parts.stacked_layers // ctx.shards("stage")
+        layers = self.parts.layer_counts()
+        if not layers.is_stacked:
+            return None
+        stored = layers.stacked // ctx.shards("stage")
         return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
 
     def permutation(self, ctx: ParallelContext) -> Exchange | None:
@@ -107,14 +112,15 @@ class _Slots(NamedTuple):
     """The values of a stage that outlive a tick.
 
     Args:
-      inbox: [slot, batch, residual_seq, embed], messages that are not used yet; the last slot is never read.
+      inbox: tree of [slot, ...], messages that are not used yet, such as [slot, batch, residual_seq, embed]; the last
+        slot is never read.
       residuals, stash: lists of [slot, layer, ...].
       layers: sums of the layers' gradients.
-      sums: sums of the loss, the tokens, and the gradients of the other parameters.
+      sums: the totals of the loss, and sums of the gradients of the other parameters.
       auxiliary: sums of the layers' losses and metrics, weighted by tokens.
     """
 
-    inbox: jax.Array
+    inbox: Any
     residuals: list[jax.Array]
     stash: list[jax.Array]
     layers: Any
@@ -132,13 +138,14 @@ class _Stage:
         trained: Any,
         batch: Batch,
         key: jax.Array | None,
+        states: Batch,
         forward_only: bool = False,
     ):
         ctx = manual()
         assert ctx is not None, "a pipeline runs only in the manual lowering"
         self.ctx = ctx
-        self.parts = pipeline.parts
         self.key = key
+        self.states = states
         self.ticks, self.cut = pipeline.plan(ctx, forward_only)
         self.num_microbatches = pipeline.schedule.num_microbatches
         # [rows / m, m, ...]: a microbatch is sliced in place, without a change of layout.
@@ -148,6 +155,8 @@ class _Stage:
         self.num_stages = ctx.shards("stage")
         self.axes = ctx.stage_axes
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+        micro = self._micro(jnp.int32(0))
+        self.parts = pipeline.parts.on_shards(params, micro, key)
         self.exchange = None if pipeline.in_schedule_order else pipeline.moves(ctx)
         layers = params[self.parts.layers]
         if self.exchange is not None:
@@ -158,27 +167,29 @@ class _Stage:
         self.frozen_layers = frozen_in(self.layers, layers)
         self.outer = {name: value for name, value in trained.items() if name != self.parts.layers}
         self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
-        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if ctx.axes("layers") else self.indices
-        x = jax.eval_shape(partial(self._embed, self.outer), self._micro(jnp.int32(0)))
-        self.x = self._typed(jnp.zeros(x.shape, x.dtype))
+        has_own_layers = bool(ctx.axes("layers")) and pipeline.parts.layer_counts().is_stacked
+        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if has_own_layers else self.indices
+        x = jax.eval_shape(partial(self._embed, self.outer), micro)
+        self.x = self._typed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x))
+        end = self.parts.evaluation if forward_only else self.parts.loss
+        self.totals = jax.eval_shape(end, self.params, self.x, micro)
         self.split = self._split()
 
     def gradients(self, dtype: Any) -> tuple[Totals, Any]:
         slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
-        total, count, outer = slots.sums
+        (total, count, of_end), outer = slots.sums
         losses, metrics = slots.auxiliary
         for x in losses.values():
             total += x.astype(total.dtype)
         layers = slots.layers
         if self.exchange is not None:
             layers = self.exchange.backward(layers, self.axes, self.stage)
-        return (total, count, metrics | losses), outer | {self.parts.layers: layers}
+        return (total, count, of_end | metrics | losses), outer | {self.parts.layers: layers}
 
     def evaluation(self) -> Totals:
-        inbox = zeros_of(self.x, self.ticks.num_inbox + 1)
-        start = (inbox, self._no_loss(), self._no_auxiliary())
-        _, sums, (losses, metrics) = lax.scan(self._forward_tick, start, self._table())[0]
-        return *sums, metrics | losses
+        start = (self._empty_inbox(), self._no_loss(), self._no_auxiliary())
+        _, (total, count, of_end), (losses, metrics) = lax.scan(self._forward_tick, start, self._table())[0]
+        return total, count, of_end | metrics | losses
 
     # A tick --------------------------------------------------------------------------------------------------
 
@@ -198,32 +209,37 @@ class _Stage:
         row = self._mine(rows)
         inbox, sums, auxiliary = carry
 
-        def add_loss(sums: Any, y: jax.Array, row: TableRow) -> Any:
-            more = self.parts.evaluation(self.params, y, self._micro(row.microbatch))
-            return jax.tree.map(jnp.add, sums, more)
+        def add_loss(sums: Any, y: Any, row: TableRow) -> Any:
+            return _added(sums, self.parts.evaluation(self.params, y, self._micro(row.microbatch)))
 
         out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = _if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
         return (self._send(inbox, out, row, after(pattern, sums)), sums, auxiliary), None
 
-    def _send(self, inbox: jax.Array, out: jax.Array, row: TableRow, pattern: jax.Array) -> jax.Array:
+    def _send(self, inbox: Any, out: Any, row: TableRow, pattern: jax.Array) -> Any:
         """Sends the outputs that other stages need; each stage stores messages in the slots of its row.
 
         Args:
           pattern: the index of the tick's pattern, equal on all devices.
         """
 
-        def send(rounds: Pattern, out: jax.Array) -> list[jax.Array]:
-            return [permute(out, self.axes, pairs) if pairs else out for pairs in rounds]
+        def send(rounds: Pattern, out: Any) -> list[Any]:
+            return [
+                jax.tree.map(lambda x: permute(x, self.axes, pairs), out) if pairs else out  # noqa: B023
+                for pairs in rounds
+            ]
+
+        def stored(inbox: Any, message: Any, slot: jax.Array) -> Any:
+            return jax.tree.map(lambda slots, x: slots.at[slot].set(x), inbox, message)
 
         if self.ticks.num_rounds:
             branches = [partial(send, rounds) for rounds in self.ticks.patterns]
             with _taken(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
                 messages = lax.switch(pattern, branches, out)
             for round_, message in enumerate(messages):
-                inbox = inbox.at[row.received[round_]].set(message)
-        return inbox.at[row.own].set(out)
+                inbox = stored(inbox, message, row.received[round_])
+        return stored(inbox, out, row.own)
 
     def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """Runs `change` if the row is of this kind. Every stage has equally many operations of a kind."""
@@ -236,8 +252,8 @@ class _Stage:
 
     # The three operations. Each returns its first argument, changed ------------------------------------------------
 
-    def _forward(self, changed: Any, inbox: jax.Array, row: TableRow) -> Any:
-        def embed() -> jax.Array:
+    def _forward(self, changed: Any, inbox: Any, row: TableRow) -> Any:
+        def embed() -> Any:
             return self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
         weights = self._weights_of(row, self.split.auxiliary)
@@ -249,13 +265,13 @@ class _Stage:
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
         with _taken(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
-            x = lax.cond(row.first == 1, embed, lambda: inbox[row.inbox])
+            x = lax.cond(row.first == 1, embed, lambda: _at(inbox, row.inbox))
         return self._each_layer(layer, (x, *changed[1:]), row)
 
     def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
         _, stash, sums = changed
         dlosses = self._weights_of(row, self.split.auxiliary.losses)
-        dy, sums = self._if_end(row.last, self._loss_gradient, (slots.inbox[row.inbox], sums), row)
+        dy, sums = self._if_end(row.last, self._loss_gradient, (_at(slots.inbox, row.inbox), sums), row)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, stashes = carry
@@ -302,23 +318,24 @@ class _Stage:
 
     # The ends of the model ---------------------------------------------------------------------------------------
 
-    def _embed(self, outer: Any, batch: Batch) -> jax.Array:
+    def _embed(self, outer: Any, batch: Batch) -> Any:
         return self.parts.embed(self._whole(outer), batch, self.key)
 
-    def _embedding_gradient(self, sums: Sums, dx: jax.Array, row: TableRow) -> Sums:
-        def embed(outer: Any) -> jax.Array:
+    def _embedding_gradient(self, sums: Sums, dx: Any, row: TableRow) -> Sums:
+        def embed(outer: Any) -> Any:
             return self._typed(self._embed(outer, self._micro(row.microbatch)))
 
-        total, count, grads = sums
-        return total, count, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
+        totals, grads = sums
+        return totals, _added(grads, jax.vjp(embed, self.outer)[1](dx)[0])
 
     def _loss_gradient(self, changed: Any, row: TableRow) -> Any:
-        def loss(outer: Any, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
+        def loss(outer: Any, y: Any) -> tuple[jax.Array, Totals]:
+            totals = self.parts.loss(self._whole(outer), y, self._micro(row.microbatch))
+            return totals[0], totals
 
-        y, (total, count, grads) = changed
-        (more, tokens), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
-        return dy, (total + more, count + tokens, _added(grads, d_outer))
+        y, (totals, grads) = changed
+        (_, more), (d_outer, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.outer, y)
+        return dy, (_added(totals, more), _added(grads, d_outer))
 
     # The inputs of the operations ----------------------------------------------------------------------------------
 
@@ -326,7 +343,7 @@ class _Stage:
         batch = self._micro(self.stage)
         first = jnp.int32(0)
 
-        def layer(trained: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary]:
+        def layer(trained: Any, x: Any, rest: Any) -> tuple[Any, Auxiliary]:
             frozen, *others = rest
             y, auxiliary = self.parts.layer(filled(trained, frozen), x, *others)
             return self._typed(y), jax.tree.map(self._per_row, auxiliary)
@@ -343,16 +360,21 @@ class _Stage:
             return jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
 
         return _Slots(
-            zeros_of(self.x, self.ticks.num_inbox + 1),
+            self._empty_inbox(),
             room(self.split.residuals, self.ticks.num_residuals),
             room(self.split.stash, self.ticks.num_stashes),
             zeros(self.layers),
-            (*self._no_loss(), zeros(self.outer)),
+            (self._no_loss(), zeros(self.outer)),
             self._no_auxiliary(),
         )
 
-    def _no_loss(self) -> tuple[jax.Array, jax.Array]:
-        return self._per_row(wide(jnp.zeros((), self.x.dtype))), self._per_row(jnp.int32(0))
+    def _empty_inbox(self) -> Any:
+        return jax.tree.map(lambda x: zeros_of(x, self.ticks.num_inbox + 1), self.x)
+
+    def _no_loss(self) -> Totals:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.totals)
+        total, *others = jax.tree.map(self._per_row, zeros)
+        return wide(total), *others  # pyright: ignore
 
     def _no_auxiliary(self) -> Auxiliary:
         return jax.tree.map(zeros_of, self.split.auxiliary)
@@ -373,7 +395,8 @@ class _Stage:
     def _micro(self, microbatch: jax.Array) -> Batch:
         index = varying(microbatch, self.axes)
         rows = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, axis=1, keepdims=False), self.batch)
-        return rows | self.shared
+        states = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), self.states)
+        return rows | self.shared | states
 
     def _layer(self, layers: Any, at: jax.Array) -> Any:
         row = varying(self.rows[at], self.axes)
@@ -390,8 +413,9 @@ class _Stage:
         """Types a scalar as different on devices with different rows or layers."""
         return varying(x, self.ctx.loss_axes + self.ctx.slice_axes)
 
-    def _typed(self, x: jax.Array) -> jax.Array:
-        return varying(x, self.ctx.gradient_axes + self.ctx.slice_axes)
+    def _typed(self, x: Any) -> Any:
+        """Types a message as different on devices with different rows, parts of the sequence or layers."""
+        return jax.tree.map(lambda x: varying(x, self.ctx.gradient_axes + self.ctx.slice_axes), x)
 
 
 def _if(
@@ -417,6 +441,10 @@ def _taken(*times: int, of: int, stages: int = 1) -> Any:
     """
     on = f"on_1_of_{stages}_stages/" if stages > 1 else ""
     return jax.named_scope(f"{on}taken_{'_'.join(map(str, times))}_of_{of}")
+
+
+def _at(tree: Any, slot: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[slot], tree)
 
 
 def _added(sums: Any, grads: Any) -> Any:

@@ -4,18 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.outputs import Auxiliary, Scalars
 from meshpar.parallel.pipeline.split import Policy
+
+Totals = tuple[jax.Array, jax.Array, Scalars]
+"""Sums of losses, tokens and metrics, as in `LossSums`."""
+
+
+CARRIED = "(carried) "
+"""The start of the names, among the arrays of a microbatch, of the carried state that it gets."""
+
+
+class LayerCounts(NamedTuple):
+    """The layers of a model.
+
+    Args:
+      num_layers: their number.
+      stacked: the size of dim `layers`; rows beyond `num_layers` are padding.
+      head: the cost of what follows the layers, in layers.
+      is_stacked: whether their parameters are stored as stacks; else each stage stores those of all layers.
+    """
+
+    num_layers: int
+    stacked: int
+    head: float
+    is_stacked: bool = True
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """A model that can be cut between its layers. Fields not described here are those of `PipelineModel`."""
+
+    def layer_counts(self) -> LayerCounts:
+        """What decides how many layers each stage gets."""
+        ...
+
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
+        """Arrays of the carried state that each microbatch gets, [num_microbatches, ...], and the next step's state."""
+        ...
+
+    def divided(self, params: Any) -> dict[str, Any]:
+        """A tree of parameters as a dict with the stacked layers under one key."""
+        ...
+
+    def joined(self, divided: dict[str, Any]) -> Any:
+        """The tree of parameters again."""
+        ...
+
+    def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
+        """The functions of the local shards of these parameters and of one microbatch, in the manual lowering."""
+        ...
 
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """The functions of a model that can be cut between its layers.
+    """The functions of a model that can be cut between its layers. What passes between layers is a tree of arrays.
 
     Args:
       layers: the key of the stacked layers in the tree of parameters; their first dim is `layers`.
@@ -24,7 +72,7 @@ class PipelineModel:
       embed: (params, batch, key) -> x, the input of the first layer.
       shared: (batch, x) -> further inputs of all layers, computed once for all layers of a stage.
       layer: (one layer's params, x, batch, shared, key, index) -> (x, its share of the model's `Auxiliary`).
-      loss: (params, x, batch) -> (sum, count), where x is the output of the last layer.
+      loss: (params, x, batch) -> (sum, count, metrics), as in `LossSums`, where x is the output of the last layer.
       evaluation: like `loss`, for evaluations.
       count: batch -> the count of `loss`, which weights auxiliary losses.
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
@@ -35,12 +83,27 @@ class PipelineModel:
     layers: str
     num_layers: int
     stacked_layers: int
-    embed: Callable[[Any, Batch, jax.Array | None], jax.Array]
-    shared: Callable[[Batch, jax.Array], Any]
-    layer: Callable[..., tuple[jax.Array, Auxiliary]]
-    loss: Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]
-    evaluation: Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array]]
+    embed: Callable[[Any, Batch, jax.Array | None], Any]
+    shared: Callable[[Batch, Any], Any]
+    layer: Callable[..., tuple[Any, Auxiliary]]
+    loss: Callable[[Any, Any, Batch], Totals]
+    evaluation: Callable[[Any, Any, Batch], Totals]
     count: Callable[[Batch], jax.Array]
     policy: Policy
     unroll: int
     head: float = 0.0
+
+    def layer_counts(self) -> LayerCounts:
+        return LayerCounts(self.num_layers, self.stacked_layers, self.head)
+
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
+        return {}, carried
+
+    def divided(self, params: dict[str, Any]) -> dict[str, Any]:
+        return params
+
+    def joined(self, divided: dict[str, Any]) -> dict[str, Any]:
+        return divided
+
+    def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
+        return self

@@ -14,6 +14,7 @@ names of the primitives that call functions and of their parameters `jaxpr` and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from meshpar.parallel.outputs import Auxiliary
 
 # The primitives that call a function, which `_flattened` inlines.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+_AGAIN = "computed_again"
+"""The scope of what the backward of a `jax.checkpoint` of the user's own computes again."""
 Policy = Callable[..., bool]
 Avals = tuple[Any, ...]
 
@@ -48,23 +51,25 @@ class Split:
     auxiliary: Auxiliary
     _params: Any
 
-    def forward(self, params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, Auxiliary, list[jax.Array]]:
+    def forward(self, params: Any, x: Any, rest: Any) -> tuple[Any, Auxiliary, list[jax.Array]]:
         """Returns y, the layer's `Auxiliary`, and the residuals."""
-        y, *others = _call(self._forward, *self._given(params, rest), x)
-        leaves, tree = jax.tree.flatten(self.auxiliary)
-        return y, jax.tree.unflatten(tree, others[: len(leaves)]), others[len(leaves) :]
+        made = _call(self._forward, *self._given(params, rest), *jax.tree.leaves(x))
+        trees = jax.tree.structure((x, self.auxiliary))
+        y, auxiliary = jax.tree.unflatten(trees, made[: trees.num_leaves])
+        return y, auxiliary, made[trees.num_leaves :]
 
     def input_gradient(
-        self, params: Any, residuals: Sequence[jax.Array], dy: jax.Array, dlosses: Any, rest: Any
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, params: Any, residuals: Sequence[jax.Array], dy: Any, dlosses: Any, rest: Any
+    ) -> tuple[Any, list[jax.Array]]:
         """Returns dx and the stash.
 
         Args:
           dlosses: tree like the auxiliary losses, their cotangents.
         """
         cotangents = jax.tree.leaves((dy, dlosses))
-        dx, *stash = _call(self._input_gradient, *self._given(params, rest), *residuals, *cotangents)
-        return dx, stash
+        made = _call(self._input_gradient, *self._given(params, rest), *residuals, *cotangents)
+        tree = jax.tree.structure(dy)
+        return jax.tree.unflatten(tree, made[: tree.num_leaves]), made[tree.num_leaves :]
 
     def weight_gradient(
         self, params: Any, residuals: Sequence[jax.Array], stash: Sequence[jax.Array], rest: Any
@@ -77,21 +82,21 @@ class Split:
         return [*self._consts, *jax.tree.leaves((params, rest))]
 
 
-def split(
-    fn: Callable[..., tuple[jax.Array, Auxiliary]], policy: Policy, params: Any, x: jax.Array, rest: Any
-) -> Split:
+def split(fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any, x: Any, rest: Any) -> Split:
     """Splits the derivative of `fn` into F, B and W.
 
     Args:
-      fn: (params, x, rest) -> (y, auxiliary), with y of the type of x.
-      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others.
+      fn: (params, x, rest) -> (y, auxiliary); x and y are trees of arrays of the same types.
+      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others, and those of a checkpoint
+        in `fn`.
       rest: inputs that are not differentiated, such as a batch and a key.
     """
     traced, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
-    auxiliary = jax.tree.unflatten(jax.tree.structure(names), traced.out_avals[1:])
+    num_x = len(jax.tree.leaves(x))
+    auxiliary = jax.tree.unflatten(jax.tree.structure(names), traced.out_avals[num_x:])
 
-    def whole(params: Any, x: jax.Array, rest: Any, cotangents: Any) -> Any:
-        def differentiated(params: Any, x: jax.Array) -> Any:
+    def whole(params: Any, x: Any, rest: Any, cotangents: Any) -> Any:
+        def differentiated(params: Any, x: Any) -> Any:
             y, (losses, metrics) = fn(params, x, rest)
             return (y, losses), metrics
 
@@ -104,8 +109,9 @@ def split(
     num_params = len(jax.tree.leaves(params))
     num_rest = len(jax.tree.leaves(rest))
     invars = flat.jaxpr.invars
-    given = [*flat.jaxpr.constvars, *invars[:num_params], *invars[num_params + 1 : num_params + 1 + num_rest]]
-    cut = _Cut(flat, policy, given, invars[num_params], invars[num_params + 1 + num_rest :])
+    after_x = num_params + num_x
+    given = [*flat.jaxpr.constvars, *invars[:num_params], *invars[after_x : after_x + num_rest]]
+    cut = _Cut(flat, policy, given, invars[num_params:after_x], invars[after_x + num_rest :])
     return cut.split(jax.tree.structure(params), auxiliary)
 
 
@@ -122,14 +128,14 @@ class _Cut:
     flat: core.ClosedJaxpr
     policy: Policy
     given: list[Any]
-    x: Any
+    x: Sequence[Any]
     cotangents: Sequence[Any]
     producer: dict[Any, int] = field(default_factory=dict)
     of_x: set[Any] = field(default_factory=set)
     of_dy: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.of_x.add(self.x)
+        self.of_x.update(self.x)
         self.of_dy.update(self.cotangents)
         for number, eqn in enumerate(self.flat.jaxpr.eqns):
             for made in eqn.outvars:
@@ -139,18 +145,19 @@ class _Cut:
                     reached.update(eqn.outvars)
 
     def split(self, params: Any, auxiliary: Auxiliary) -> Split:
-        num_outputs = 1 + len(jax.tree.leaves(auxiliary))
+        num_outputs = len(self.x) + len(jax.tree.leaves(auxiliary))
         outputs = self.flat.jaxpr.outvars[:num_outputs]
-        *dparams, dx = self.flat.jaxpr.outvars[num_outputs:]
+        gradients = self.flat.jaxpr.outvars[num_outputs:]
+        dparams, dx = gradients[: -len(self.x)], gradients[-len(self.x) :]
         residuals: dict[Any, None] = {}
-        in_backward = self._needed([dx], residuals, {})
+        in_backward = self._needed(dx, residuals, {})
         made = {v for number in in_backward for v in self.flat.jaxpr.eqns[number].outvars}
         stash: dict[Any, None] = {}
         in_weights = self._needed(dparams, residuals, stash, made | {*self.cotangents})
         in_forward = self._cone([*outputs, *residuals])
         return Split(
-            self._part(in_forward, [*self.given, self.x], [*outputs, *residuals]),
-            self._part(in_backward, [*self.given, *residuals, *self.cotangents], [dx, *stash]),
+            self._part(in_forward, [*self.given, *self.x], [*outputs, *residuals]),
+            self._part(in_backward, [*self.given, *residuals, *self.cotangents], [*dx, *stash]),
             self._part(in_weights, [*self.given, *residuals, *stash], dparams),
             list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
             auxiliary, params,
@@ -183,11 +190,13 @@ class _Cut:
 
     def _is_saved(self, v: Any) -> bool:
         """Whether F saves a value: the input, or a value that depends on it and that the policy saves."""
-        if v is self.x:
+        if v in self.x:
             return True
         if v not in self.of_x or v in self.of_dy:
             return False
         eqn = self.flat.jaxpr.eqns[self.producer[v]]
+        if _AGAIN in str(eqn.source_info.name_stack):
+            return False
         return bool(self.policy(eqn.primitive, *(u.aval for u in eqn.invars), **eqn.params))
 
     def _cone(self, targets: Iterable[Any]) -> set[int]:
@@ -218,7 +227,9 @@ def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
             inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
             if eqn.primitive.name in _CALLS and inner is not None:
                 inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-                made = run(inner.jaxpr, inner.consts, [read(v) for v in eqn.invars])
+                again = eqn.params.get("differentiated", False)
+                with jax.named_scope(_AGAIN) if again else nullcontext():
+                    made = run(inner.jaxpr, inner.consts, [read(v) for v in eqn.invars])
             else:
                 invars: list[Any] = [v for v in eqn.invars if not _is_literal(v)]
                 made = _call(_part(jaxpr, [eqn], invars, eqn.outvars), *map(read, invars))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from meshpar.mesh.varying import Axes
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Program, Use
@@ -31,7 +32,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
         return inlined(scope, eqn, nodes)
     placed = [scope.settled(node, source=scope.source(eqn)) for node in nodes]
     ins = [one.layout for one in placed]
-    traced = _traced(eqn, ins)
+    traced = traced_halves(eqn, ins)
     primal = _Half.planned(scope, traced.primal, ins)
     forward = _Half.planned(scope, traced.forward, ins)
     outs = [
@@ -39,11 +40,12 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
         for one, again in zip(primal.results, forward.results, strict=False)
     ]
     saved = [one.layout for one in forward.results[len(outs) :]]
-    cotangents = [replace(layout, pending=_copies(layout)) for layout in _floats(outs, outs)]
+    cotangents = [replace(layout, pending=_copies(scope, layout)) for layout in _floats(outs, outs)]
     backward = _Half.planned(scope, traced.backward, [*saved, *cotangents])
     primal.return_in(outs)
     forward.return_in(outs)
-    backward.return_in(_floats(ins, ins), are_gradients=True)
+    floats = _floats(ins, ins)
+    backward.return_in(floats, [_copies(scope, layout) for layout in floats])
     function = _on_shards(primal.program, forward.program, backward.program, ins, outs)
     uses = [Use(one.register, one.layout.axes, one.layout.varies) for one in placed]
     return scope.step(function, uses, outs, scope.source(eqn), ((primal.program, 1),))
@@ -61,9 +63,12 @@ def linear_solve(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     return scope.plan(solve.jaxpr, solve.consts, [*consts, *right])
 
 
-def _copies(layout: Layout) -> tuple[str, ...]:
-    """The axes over which a value is typed as varying, though its copies are equal: its gradients there are parts."""
-    return tuple(sorted(layout.varies - layout.used))
+def _copies(scope: Scope, layout: Layout) -> Axes:
+    """The axes over which a value is typed as varying, though its copies are equal: its gradients there are parts.
+
+    Stages of a pipeline, and slices that train alone, have values of their own.
+    """
+    return tuple(sorted(layout.varies - layout.used - {*scope.ctx.stage_axes, *scope.ctx.slice_axes}))
 
 
 def _is_float(layout: Layout) -> bool:
@@ -90,11 +95,15 @@ class _Half:
         inner.program.outputs = [Use(one.register) for one in placed]
         return cls(inner.program, placed)
 
-    def return_in(self, layouts: Sequence[Layout], are_gradients: bool = False) -> None:
-        """Makes the program return its first results in these layouts, or as gradients of values in them."""
+    def return_in(self, layouts: Sequence[Layout], parts: Sequence[Axes] | None = None) -> None:
+        """Makes the program return its first results in these layouts.
+
+        Args:
+          parts: for gradients of values in them, the axes over which each is a sum of the devices' parts.
+        """
         self.program.outputs[: len(layouts)] = [
-            Use(one.register, layout.axes, layout.varies, _copies(layout) if are_gradients else ())
-            for one, layout in zip(self.results, layouts, strict=False)
+            Use(one.register, layout.axes, layout.varies, partial)
+            for one, layout, partial in zip(self.results, layouts, parts or [()] * len(layouts), strict=False)
         ]
 
 
@@ -128,7 +137,12 @@ class _Traced:
     backward: ClosedJaxpr
 
 
-def _traced(eqn: Any, ins: Sequence[Layout]) -> _Traced:
+def traced_halves(eqn: Any, ins: Sequence[Any]) -> _Traced:
+    """Traces the function of an equation, its forward and its backward.
+
+    Args:
+      ins: the layouts of its operands, or their types.
+    """
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in ins]
 
     def call(*arguments: Any) -> list[Any]:

@@ -30,7 +30,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class _Body:
+class Body:
     """A planned body and its results. Its arguments are those that were given, then those that it captured."""
 
     scope: Scope
@@ -41,23 +41,23 @@ class _Body:
 
     def returning(self, layouts: Sequence[Layout], *more: Placed) -> None:
         """Makes the body return its first results in these layouts, and `more` as they are."""
-        uses = [_use(self.scope, node, layout) for node, layout in zip(self.outs, layouts, strict=False)]
+        uses = [used_as(self.scope, node, layout) for node, layout in zip(self.outs, layouts, strict=False)]
         self.scope.program.outputs = uses + [Use(one.register) for one in more]
 
 
-def _use(scope: Scope, node: Any, layout: Layout) -> Use:
+def used_as(scope: Scope, node: Any, layout: Layout) -> Use:
     placed = scope.demand(scope.ready(node), layout.axes)
     return replace(scope.use(placed, layout.axes), varies=layout.varies)
 
 
-def _body(scope: Scope, closed: Any, layouts: Sequence[Any]) -> _Body:
+def _body(scope: Scope, closed: Any, layouts: Sequence[Any]) -> Body:
     """Plans a body for arguments with these layouts; a node that is deferred stays so."""
     inner = Scope(scope.ctx, scope.rules, scope)
     nodes = [scope.entered(inner, x) if isinstance(x, Deferred) else inner.input(x) for x in layouts]
-    return _Body(inner, inner.plan(closed.jaxpr, closed.consts, nodes))
+    return Body(inner, inner.plan(closed.jaxpr, closed.consts, nodes))
 
 
-def _carried(scope: Scope, node: Any) -> Layout:
+def carried_layout(scope: Scope, node: Any) -> Layout:
     """The layout in which a loop starts to carry a value: without pending sums."""
     node = scope.ready(node)
     axes = scope.settled_axes(node.layout) if isinstance(node, Placed) else ((),) * len(node.layout.shape)
@@ -65,7 +65,7 @@ def _carried(scope: Scope, node: Any) -> Layout:
     return replace(node.layout, axes=axes, pending=(), varies=left | {a for dim in axes for a in dim}, is_pinned=False)
 
 
-def _next(body: _Body, carried: Sequence[Layout], keeps_axes: bool) -> list[Layout]:
+def _next(body: Body, carried: Sequence[Layout], keeps_axes: bool) -> list[Layout]:
     """The layouts that the body returns for what it carries."""
     layouts = []
     for node, before in zip(body.outs, carried, strict=False):
@@ -79,9 +79,9 @@ def _next(body: _Body, carried: Sequence[Layout], keeps_axes: bool) -> list[Layo
     return layouts
 
 
-def _fixed(
+def planned_body(
     scope: Scope, closed: Any, before: Sequence[Any], carried: list[Layout], after: Sequence[Any]
-) -> tuple[_Body, list[Layout]]:
+) -> tuple[Body, list[Layout]]:
     """Plans a body until what it carries has the same layout before and after."""
     for round_ in range(8 * ROUNDS):
         mark = scope.mark()
@@ -110,15 +110,15 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     starts = nodes[num_consts : num_consts + num_carry]
     scanned = [_Scanned(scope, node, scope.source(eqn)) for node in nodes[num_consts + num_carry :]]
     before = [x if isinstance(x, Deferred) else x.layout for x in consts]
-    body, carried = _fixed(
-        scope, params["jaxpr"], before, [_carried(scope, x) for x in starts], [x.layout for x in scanned]
+    body, carried = planned_body(
+        scope, params["jaxpr"], before, [carried_layout(scope, x) for x in starts], [x.layout for x in scanned]
     )
     results = [body.scope.settled(node, source=scope.source(eqn)) for node in body.outs[num_carry:]]
     body.returning(carried, *results)
     arguments = [Use(one.register) for one in consts if isinstance(one, Placed)]
     arguments += [Use(placed.register) for placed, _ in body.scope.captured]
     num_fixed = len(arguments)
-    arguments += [_use(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
+    arguments += [used_as(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
     arguments += [x.use for x in scanned]
     program = body.scope.program
     run = program.run if scope.is_derivative else differentiable(program, scope.ctx)
@@ -214,13 +214,15 @@ def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     consts = [scope.settled(node, source=scope.source(eqn)) for node in nodes[: num_cond + num_body]]
     starts = nodes[num_cond + num_body :]
     layouts = [one.layout for one in consts]
-    body, carried = _fixed(scope, params["body_jaxpr"], layouts[num_cond:], [_carried(scope, x) for x in starts], ())
+    body, carried = planned_body(
+        scope, params["body_jaxpr"], layouts[num_cond:], [carried_layout(scope, x) for x in starts], ()
+    )
     body.returning(carried)
     condition = _body(scope, params["cond_jaxpr"], [*layouts[:num_cond], *carried])
     decided = condition.scope.settled(condition.outs[0])
     condition.scope.program.outputs = [Use(decided.register)]
     arguments = [Use(one.register) for one in consts]
-    arguments += [_use(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
+    arguments += [used_as(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
 
     def compute(*shards: Any) -> list[Any]:
         of_condition, of_body = shards[:num_cond], shards[num_cond : num_cond + num_body]

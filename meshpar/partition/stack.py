@@ -1,0 +1,56 @@
+"""A stack of equal layers in a traced loss, whichever way the user wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+Atom = Var | Literal
+Row = Atom | tuple[Atom, ...]
+"""One value with a row for each layer, or one value for each layer."""
+Own = int | tuple[int, ...]
+"""An argument of the loss with a row for each layer, or an argument for each layer."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal layers.
+
+    Args:
+      start, stop: the operations of the loss that are the stack.
+      num_layers: the number of layers.
+      body: (*consts, *rows, *carry, *own) of one layer -> (*carry, *collected).
+      consts: values that all layers read.
+      rows: values that are no parameters, of which each layer reads its own.
+      carry: what the first layer gets from what stands before.
+      own: the parameters of the layers.
+      outs: what the last layer returns of `carry`.
+      collected: values that each layer returns beside.
+    """
+
+    start: int
+    stop: int
+    num_layers: int
+    body: ClosedJaxpr
+    consts: tuple[Atom, ...]
+    rows: tuple[Row, ...]
+    carry: tuple[Atom, ...]
+    own: tuple[Own, ...]
+    outs: tuple[Var, ...]
+    collected: tuple[Var | tuple[Var, ...], ...]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the layers' parameters are stacked, and not arguments for each layer."""
+        return all(isinstance(one, int) for one in self.own)
+
+
+def is_literal(v: Any) -> bool:
+    return isinstance(v, Literal)
+
+
+def each(row: Row) -> tuple[Atom, ...]:
+    """The values that a row consists of."""
+    return row if isinstance(row, tuple) else (row,)

@@ -1,0 +1,291 @@
+"""The loss of any model in the stages of a pipeline: each part of a `Cut`, planned on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from meshpar.parallel.batch import Batch
+from meshpar.parallel.context import ParallelContext, manual
+from meshpar.parallel.data import gathering_again
+from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, PipelineModel, Totals
+from meshpar.parallel.trainable import is_masked
+from meshpar.partition.cut import Argument, Cut, cut
+from meshpar.partition.layout import Layout
+from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
+from meshpar.partition.plan import Placed, Scope
+from meshpar.partition.program import Use
+from meshpar.partition.rules import RULES
+from meshpar.partition.rules.loops import carried_layout, planned_body, used_as
+from meshpar.partition.scans import LAYERS, scanned
+from meshpar.partition.stack import Own
+from meshpar.sharding.rules import UNNAMED
+from meshpar.sharding.spec import ArraySpec
+from meshpar.tree import flatten_with_paths
+
+
+@dataclass(frozen=True)
+class StagedLoss:
+    """A loss of whole arrays, cut at its stack of layers. It is a `parallel.pipeline.model.Stages`.
+
+    Args:
+      ctx: the context of the training.
+      key: the step's random key, as a struct; None if the loss uses no randomness.
+      cost: program -> its FLOPs, which decide how many layers each stage gets.
+    """
+
+    loss: PartitionedLoss
+    ctx: ParallelContext
+    key: Any = None
+    cost: Callable[[ClosedJaxpr], Any] = lambda program: 0
+
+    @property
+    def cut(self) -> Cut:
+        return self._cut[0]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the loss's metrics, in the order of its results."""
+        return sorted(self._cut[1].metrics)
+
+    def with_named_layers(self) -> Any:
+        """The specs of the parameters; the first dim of those that loops scan is `layers`, if it had no name."""
+        leaves, tree = jax.tree.flatten(self.loss.params)
+        stacks = scanned(self._traced[0], len(leaves))
+        named = [
+            replace(x, dims=(LAYERS, *x.dims[1:])) if i in stacks and x.dims[0] == UNNAMED else x
+            for i, x in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(tree, named)
+
+    @cached_property
+    def _traced(self) -> tuple[ClosedJaxpr, Any]:
+        arguments = self._arguments
+        with of_whole_arrays(self.ctx):
+            return traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
+
+    @cached_property
+    def _cut(self) -> tuple[Cut, Any]:
+        closed, results = self._traced
+        with of_whole_arrays(self.ctx):
+            specs = flatten_with_paths(self.loss.params)
+            others = [*(f"batch[{name!r}]" for name in sorted(self._batch)), *(["key"] if self.key is not None else [])]
+            others += [f"carried.{path}" for path in flatten_with_paths(self.loss.carried)]
+            names = [*((path, spec.dims) for path, spec in specs.items()), *((name, ()) for name in others)]
+            found = [Argument(name, v.aval, dims) for (name, dims), v in zip(names, closed.jaxpr.invars, strict=True)]
+            num_carried = len(jax.tree.leaves(self.loss.carried))
+            return cut(closed, found, len(specs), len(self._batch), num_carried), results
+
+    @cached_property
+    def head(self) -> float:
+        """The cost of what follows the layers, in layers."""
+        layer = self.cost(self.cut.layer)
+        return float(self.cost(self.cut.last) / layer) if layer else 0.0
+
+    @property
+    def params_of_a_layer(self) -> int:
+        """The number of parameters of a layer."""
+        specs = jax.tree.leaves(self.loss.params)
+        return sum(specs[i].size for i in self.cut.of_layers) // self.cut.num_layers
+
+    def layer_counts(self) -> LayerCounts:
+        return LayerCounts(self.cut.num_layers, self.cut.num_layers, self.head, self.cut.is_stacked)
+
+    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
+        """As in `Stages`. The state depends on no batch, so it is known before the microbatches are."""
+        if not jax.tree.leaves(self.loss.carried):
+            return {}, carried
+        ctx = manual()
+        assert ctx is not None, "a pipeline runs only in the manual lowering"
+        leaves, tree = jax.tree.flatten(carried)
+        with of_whole_arrays(ctx):
+            scope = Scope(ctx, RULES)
+            layouts = self.loss.state_layouts(ctx, carried)
+            keys = [Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)]
+            nodes = [scope.input(layout) for layout in (*keys, *layouts)]
+            results = scope.plan(self.cut.state.jaxpr, self.cut.state.consts, nodes)
+            scope.program.outputs = [
+                used_as(scope, node, layout) for node, layout in zip(results, layouts, strict=True)
+            ]
+
+        def following(state: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+            return scope.program.run(*jax.tree.leaves(key), *state), state
+
+        after, states = lax.scan(following, leaves, None, length=num_microbatches)
+        return {f"{CARRIED}{i}": x for i, x in enumerate(states)}, jax.tree.unflatten(tree, after)
+
+    def divided(self, params: Any) -> dict[str, Any]:
+        leaves = jax.tree.leaves(params, is_leaf=is_masked)
+        of_layers = self.cut.of_layers
+        stacked = {_name(own): _stacked([leaves[i] for i in _each(own)], own) for own in self.cut.own}
+        return {LAYERS: stacked} | {str(i): x for i, x in enumerate(leaves) if i not in of_layers}
+
+    def joined(self, divided: dict[str, Any]) -> Any:
+        leaves = dict(divided)
+        for own in self.cut.own:
+            x = divided[LAYERS][_name(own)]
+            leaves |= {str(i): x if is_masked(x) or isinstance(own, int) else x[m] for m, i in enumerate(_each(own))}
+        tree = jax.tree.structure(self.loss.params)
+        return jax.tree.unflatten(tree, [leaves[str(i)] for i in range(tree.num_leaves)])
+
+    def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
+        ctx = manual()
+        assert ctx is not None, "a pipeline runs only in the manual lowering"
+        carried = jax.tree.unflatten(jax.tree.structure(self.loss.carried), _carried(batch))
+        layouts = self.loss.layouts(ctx, (self.joined(params), _rows(batch), key, carried))
+        with of_whole_arrays(ctx):
+            return _Parts(self.cut, ctx, layouts, key, self).model()
+
+    @property
+    def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The whole arrays of a microbatch."""
+        num = self.ctx.num_passes
+
+        def of(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((spec.shape[0] // num, *spec.shape[1:]), spec.dtype)
+
+        batch = {name: of(spec) for name, spec in self.loss.batch.items()}
+        rows = next(iter(batch.values())).shape[0]
+        return batch | {"rows": jax.ShapeDtypeStruct((rows,), np.dtype("int32"))}
+
+    @property
+    def _arguments(self) -> tuple[Any, Any, Any, Any]:
+        def param(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+            dtype = np.dtype(self.ctx.compute_dtype or spec.dtype) if spec.dtype.kind == "f" else spec.dtype
+            return jax.ShapeDtypeStruct(spec.shape, dtype)
+
+        return jax.tree.map(param, self.loss.params), self._batch, self.key, jax.tree.map(_struct, self.loss.carried)
+
+
+class _Parts:
+    """The plans of the parts of a cut."""
+
+    def __init__(self, cut: Cut, ctx: ParallelContext, layouts: Sequence[Layout], key: Any, staged: StagedLoss) -> None:
+        self.cut = cut
+        self.ctx = ctx
+        self.key = key
+        self.staged = staged
+        self.outer = [layouts[i] for i in cut.outer]
+        self.data = [layouts[i] for i in cut.data]
+        self.own = [_row(layouts[own]) if isinstance(own, int) else layouts[own[0]] for own in cut.own]
+        self.first = Scope(ctx, RULES)
+        self.shared = Scope(ctx, RULES)
+        self.last = Scope(ctx, RULES)
+        self._plan()
+
+    def _plan(self) -> None:
+        cut = self.cut
+        starts = self.first.plan(cut.first.jaxpr, cut.first.consts, [self.first.input(x) for x in self.outer])
+        # A message differs between devices with different rows, and between stages.
+        varies = frozenset(self.ctx.gradient_axes + self.ctx.slice_axes)
+        carried = [carried_layout(self.first, node) for node in starts]
+        carried = [replace(x, varies=x.varies | varies) for x in carried]
+        nodes = self.shared.plan(cut.shared.jaxpr, cut.shared.consts, [self.shared.input(x) for x in self.data])
+        num_fixed = len(nodes) - cut.num_rows
+        fixed = [self.shared.settled(node) if isinstance(node, Placed) else node for node in nodes[:num_fixed]]
+        rows = [
+            self.shared.settled(node, ((), *self.shared.settled_axes(node.layout)[1:])) for node in nodes[num_fixed:]
+        ]
+        before = [x.layout if isinstance(x, Placed) else x for x in fixed] + [_row(x.layout) for x in rows]
+        self.body, self.message = planned_body(self.shared, cut.layer, before, carried, self.own)
+        self.body.returning(self.message)
+        self.fixed = [x for x in fixed if isinstance(x, Placed)]
+        captured = [placed for placed, _ in self.body.scope.captured]
+        self.shared.program.outputs = [Use(x.register) for x in (*self.fixed, *rows, *captured)]
+        self.first.program.outputs = [
+            used_as(self.first, node, layout) for node, layout in zip(starts, self.message, strict=True)
+        ]
+        inputs = [self.last.input(x) for x in (*self.outer, *self.message)]
+        ends = self.last.plan(cut.last.jaxpr, cut.last.consts, inputs)
+        sums = tuple(axis for axis in self.ctx.loss_axes if axis not in self.ctx.stage_axes)
+        self.last.program.outputs = [self._sum(node, sums) for node in ends]
+
+    def _sum(self, node: Any, partial: tuple[str, ...]) -> Use:
+        placed = self.last.demand(self.last.ready(node), ())
+        return Use(placed.register, (), frozenset(self.ctx.loss_axes + self.ctx.slice_axes), partial)
+
+    def model(self) -> PipelineModel:
+        return PipelineModel(
+            layers=LAYERS,
+            num_layers=self.cut.num_layers,
+            stacked_layers=self.cut.num_layers,
+            embed=self._embed,
+            shared=lambda batch, x: self.shared.program.run(*self._data(batch)),
+            layer=self._layer,
+            loss=self._loss,
+            evaluation=self._loss,
+            count=lambda batch: jnp.int32(0),
+            policy=gathering_again(jax.checkpoint_policies.everything_saveable),
+            unroll=1,
+            head=self.staged.head,
+        )
+
+    def _data(self, batch: Batch) -> list[Any]:
+        return [*jax.tree.leaves(_rows(batch)), *jax.tree.leaves(self.key), *_carried(batch)]
+
+    def _outer(self, params: dict[str, Any], batch: Batch) -> list[Any]:
+        num_params = self.cut.data[0]
+        return [*(params[str(i)] for i in self.cut.outer if i < num_params), *self._data(batch)]
+
+    def _embed(self, params: dict[str, Any], batch: Batch, key: Any) -> list[Any]:
+        return self.first.program.run(*self._outer(params, batch))
+
+    def _layer(self, params: Any, x: Any, batch: Batch, shared: Any, key: Any, index: Any) -> tuple[Any, Auxiliary]:
+        num_fixed, num_rows = len(self.fixed), self.cut.num_rows
+        rows = [lax.dynamic_index_in_dim(a, index, keepdims=False) for a in shared[num_fixed : num_fixed + num_rows]]
+        own = [params[_name(own)] for own in self.cut.own]
+        captured = shared[num_fixed + num_rows :]
+        return self.body.run(*shared[:num_fixed], *rows, *x, *own, *captured), Auxiliary({}, {})
+
+    def _loss(self, params: Any, x: Any, batch: Batch) -> Totals:
+        sums = self.last.program.run(*self._outer(params, batch), *x)
+        names = self.staged.metrics
+        return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
+
+
+def _rows(batch: Batch) -> Batch:
+    return {name: x for name, x in batch.items() if not name.startswith(CARRIED)}
+
+
+def _carried(batch: Batch) -> list[jax.Array]:
+    """The carried state that a microbatch gets, in the order of its tree."""
+    num = len(batch) - len(_rows(batch))
+    return [batch[f"{CARRIED}{i}"] for i in range(num)]
+
+
+def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+
+def _each(own: Own) -> tuple[int, ...]:
+    return own if isinstance(own, tuple) else (own,)
+
+
+def _name(own: Own) -> str:
+    return str(_each(own)[0])
+
+
+def _stacked(leaves: Sequence[Any], own: Own) -> Any:
+    """The parameters of all layers in one array. One that is frozen in some layers is trained in the stack."""
+    if isinstance(own, int):
+        return leaves[0]
+    given = [x for x in leaves if not is_masked(x)]
+    return jnp.stack(leaves) if len(given) == len(leaves) else (given or leaves)[0]
+
+
+def _row(layout: Layout) -> Layout:
+    """The layout of a row of a stack."""
+    axes = layout.axes[1:]
+    return replace(
+        layout, shape=layout.shape[1:], axes=axes, names=layout.names[1:], is_pinned=layout.is_pinned and any(axes),
+        stored=tuple((dim - 1, over) for dim, over in layout.stored),
+    )  # fmt: skip

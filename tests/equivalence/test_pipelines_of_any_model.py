@@ -1,0 +1,336 @@
+"""Every schedule runs any model with a stack of layers, and computes what plain `jit` computes on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import AxisRules, MeshLayout, training
+from meshpar.parallel.pipeline import execute
+from meshpar.parallel.pipeline.get_schedule import get_schedule
+from meshpar.parallel.pipeline.partition import StagePartition
+from meshpar.parallel.strategies import Parallel
+from meshpar.train.loss import LossSums
+from meshpar.train.program import shardings
+from meshpar.train.state import TrainState
+from meshpar.train.training import Training, step_key
+from meshpar.tree import flatten_with_paths
+from meshpar.verification.trial import Trial
+from tests.comparison import largest_difference
+from tests.zoo import MODELS, Zoo
+from tests.zoo.reference import first, moved, reference, without_keys
+
+ROWS, WIDTH = 16, 8
+MESHES: dict[str, tuple[dict[str, int], list[str]]] = {
+    "alone": ({}, ["replicated"]),
+    "pipe2": ({"pipe": 2}, ["pipeline"]),
+    "pipe4": ({"pipe": 4}, ["pipeline"]),
+    "data2_tensor2": ({"pipe": 2, "data": 2, "tensor": 2}, ["pipeline", "megatron"]),
+    "fsdp2_tensor2_sp": ({"pipe": 2, "fsdp": 2, "tensor": 2}, ["pipeline", "fsdp", "megatron_sp"]),
+    "zero2": ({"pipe": 2, "fsdp": 4}, ["pipeline", "zero2"]),
+    "zero1": ({"pipe": 2, "fsdp": 4}, ["pipeline", "zero1"]),
+    "context2_tensor2": ({"pipe": 2, "context": 2, "tensor": 2}, ["pipeline", "context", "megatron"]),
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv")
+
+
+@pytest.fixture(autouse=True)
+def _float64(float64):
+    """Every test of this module computes in float64, with the promotions that users have."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# Models that the zoo does not have ------------------------------------------------------------------------------------
+
+
+def rows() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(ROWS, WIDTH)), "y": rng.normal(size=(ROWS, WIDTH))}
+
+
+def drawn(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float64) * 0.3
+
+
+def plain() -> Zoo:
+    """A list of plain parameters, which the loss casts before it reads any; tied ends; a sum and its count."""
+
+    def init(key):
+        keys = jax.random.split(key, 9)
+        blocks = [{"w": drawn(k, WIDTH, 16), "v": drawn(k, 16, WIDTH)} for k in keys[:8]]
+        return {"ends": drawn(keys[8], WIDTH, WIDTH), "blocks": blocks}
+
+    def loss(params, batch, key):
+        params = jax.tree.map(lambda x: x.astype(jnp.float64) * 1.0, params)
+        x = batch["x"] @ params["ends"]
+        for block in params["blocks"]:
+            x = x + jnp.tanh(x @ block["w"]) @ block["v"]
+        errors = jnp.square(x @ params["ends"].T - batch["y"]).mean(-1)
+        return LossSums(errors.sum(), jnp.int32(errors.size), {"largest": jnp.abs(x).sum()})
+
+    return Zoo("plain", init, loss, rows(), rules={"unnamed": ()})
+
+
+def collecting() -> Zoo:
+    """`jax.lax.scan` over stacked parameters: it carries two values, collects a number a layer, and reads a bias."""
+
+    def init(key):
+        a, b, c = jax.random.split(key, 3)
+        return {
+            "layers": {"w": drawn(a, 8, WIDTH, WIDTH)},
+            "bias": drawn(b, WIDTH, WIDTH),
+            "out": drawn(c, WIDTH, WIDTH),
+        }
+
+    def loss(params, batch, key):
+        params = jax.tree.map(lambda x: 2.0 * x.astype(jnp.float64), params)  # each layer of its own row
+        bias = batch["x"] @ params["bias"]  # every layer reads it, and it has a gradient
+
+        def layer(carry, layer):
+            x, total = carry
+            y = jnp.tanh(x @ layer["w"] + bias)
+            return (x + y, total + jnp.square(y).mean(-1)), jnp.abs(y).mean()
+
+        (x, total), shares = jax.lax.scan(layer, (batch["x"], jnp.zeros(len(batch["x"]))), params["layers"])
+        mean = jnp.square(x @ params["out"] - bias - batch["y"]).mean() + 0.1 * total.mean() + 0.01 * shares.sum()
+        return mean, {"shares": shares.mean()}
+
+    return Zoo(
+        "collecting", init, loss, rows(), dims={"layers.w": ("layers", "in", "out")},
+        rules={"unnamed": (), "in": (), "out": ()},
+    )  # fmt: skip
+
+
+class Alternating(nnx.Module):
+    """Blocks of two kinds in turn, in one list; each draws its dropout from a key of its own."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        def block(i: int) -> nnx.Module:
+            make = nnx.LayerNorm if i % 2 else nnx.RMSNorm
+            return nnx.Sequential(make(WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+        self.blocks = nnx.List([block(i) for i in range(8)])
+
+
+def alternating() -> Zoo:
+    with nnx.use_eager_sharding(False):
+        graph = nnx.graphdef(nnx.eval_shape(lambda: Alternating(rngs=nnx.Rngs(0))))
+
+    def init(key):
+        params = nnx.state(Alternating(rngs=nnx.Rngs(key)), nnx.Param)
+        return jax.tree.map(lambda x: x.astype(jnp.float64), params)
+
+    def loss(params, batch, key):
+        x = batch["x"]
+        for i, block in enumerate(nnx.merge(graph, params).blocks):
+            x = x + jax.nn.relu(block(x)) * jax.random.bernoulli(jax.random.fold_in(key, i), 0.8, (WIDTH,))
+        return jnp.square(x - batch["y"]).mean()
+
+    return Zoo("alternating", init, loss, rows(), rules={"unnamed": ()}, draws=True)
+
+
+class Residual(nn.Module):
+    """A residual CNN with equal blocks, recomputed in the backward, between a stem and a head."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (3, 3), param_dtype=jnp.float64, name="stem")(x)
+        for i in range(4):
+            x = nn.remat(Convolutions)(name=f"stage_{i}")(x)
+        return nn.Dense(3, param_dtype=jnp.float64, name="head")(x.mean((1, 2)))
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(nn.GroupNorm(2, param_dtype=jnp.float64)(nn.Conv(4, (3, 3), param_dtype=jnp.float64)(x)))
+        return x + nn.Conv(4, (3, 3), param_dtype=jnp.float64)(y)
+
+
+def residual() -> Zoo:
+    rng = np.random.default_rng(0)
+    images = {"image": rng.normal(size=(ROWS, 6, 6, 2)), "label": rng.integers(0, 3, ROWS)}
+
+    def init(key):
+        return Residual().init(key, jnp.ones((1, 6, 6, 2)))["params"]
+
+    def loss(params, batch, key):
+        logits = Residual().apply({"params": params}, batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    return Zoo("residual", init, loss, images, rules={"unnamed": ()})
+
+
+OWN = {"plain": plain, "collecting": collecting, "alternating": alternating, "residual": residual}
+ONE = {"vit", "lm1b_linen", "gpt2", "dit", "t5", "bert", "convnext"}
+"""Models that draw random numbers or divide by a number of tokens: only a whole batch has one device's loss."""
+WHOLE = {*OWN, "llama", "stacked_nnx"}
+"""Models with layers enough for every schedule and mesh; those of the zoo have two layers."""
+ZOO = ["vit", "mixer", "whisper", "mamba", "gemma", "bert", "gpt2", "lm1b_linen", "dit", "fnet", "t5", "convnext"]
+
+
+def fits(model: str, kind: str, mesh: str) -> bool:
+    return model in WHOLE or (kind not in ("interleaved", "zbv") and mesh != "pipe4")
+
+
+CASES = [
+    (model, kind, mesh)
+    for (model, kind), mesh in zip(
+        product([*OWN, "llama", "stacked_nnx", *ZOO], SCHEDULES), [*MESHES][1:7] * 18, strict=True
+    )
+    if fits(model, kind, mesh)
+]
+SAMPLE = [
+    ("llama", "1f1b", "fsdp2_tensor2_sp"),
+    ("plain", "zbv", "pipe4"),
+    ("collecting", "interleaved", "pipe4"),
+    ("alternating", "zb_h1", "pipe2"),
+    ("residual", "gpipe", "zero2"),
+    ("llama", "zb_h2", "context2_tensor2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _four_layers(monkeypatch):
+    for name in ("llama", "stacked_nnx"):
+        monkeypatch.setattr(f"tests.zoo.{name}.LAYERS", 4)
+
+
+@lru_cache
+def on_one_device(model: str) -> tuple[Zoo, Any, Any]:
+    zoo = OWN[model]() if model in OWN else MODELS[model]()
+    params = moved(first(zoo.init, jax.random.key(0)))
+    if model == "plain":  # the reference takes means
+        sums = zoo.loss
+        means = Zoo(**vars(zoo) | {"loss": lambda *args: (lambda s: (s.loss / s.count, {}))(sums(*args))})
+        return zoo, jax.device_get(params), reference(means, params, zoo.batch)
+    key = step_key(0, np.int32(0)) if zoo.draws else None
+    return zoo, jax.device_get(params), reference(zoo, params, zoo.batch, key)
+
+
+def piped(zoo: Zoo, schedule: Any, mesh: str, **more: Any) -> Training:
+    sizes, presets = MESHES[mesh]
+    layout = MeshLayout(**sizes)
+    named = {name: ("batch", "seq") for name, x in zoo.batch.items() if x.ndim == 2 and x.dtype.kind == "i"}
+    if not named:
+        presets = ["megatron" if preset == "megatron_sp" else preset for preset in presets]
+    named_dims = {dim for dims in zoo.dims.values() for dim in dims}
+    if not {"heads", "mlp"} & named_dims and zoo.name in OWN:
+        presets = [preset for preset in presets if not preset.startswith("megatron")]
+        layout = MeshLayout(**{axis: size for axis, size in sizes.items() if axis != "tensor"})
+    if zoo.name in OWN and ({*presets} & {"fsdp", "zero1", "zero2"}):
+        zoo = replace(zoo, rules=zoo.rules | {"unnamed": (), "largest": ("fsdp",)})
+    return training(
+        zoo.init, zoo.loss, optax.sgd(0.1), dict(zoo.batch), mesh=layout.build(jax.devices()[: layout.requested()]),
+        rules=AxisRules(preset=presets, **zoo.rules), dims=zoo.dims, batch_dims=named, draws=zoo.draws,
+        compute_dtype=np.dtype("float64"), parallel=Parallel(pipeline=schedule), **more,
+    )  # fmt: skip
+
+
+def first_step(piped: Training, params: Any, batch: Any) -> Any:
+    trial = Trial(piped)
+    state = TrainState(np.int32(0), params, optax.sgd(0.1).init(params), np.int32(0), {})
+    return trial.run(jax.device_put(state, shardings(piped.placement.structs)), [dict(batch)])[1][0]
+
+
+def difference(model: str, kind: str, mesh: str) -> float:
+    zoo, params, one = on_one_device(model)
+    schedule = get_schedule(kind, MESHES[mesh][0]["pipe"], 1 if model in ONE else 4)
+    found = first_step(piped(zoo, schedule, mesh), params, zoo.batch)
+    wanted = {"loss": one.loss} | {f"gradients.{k}": g for k, g in flatten_with_paths(one.grads).items()}
+    have = {"loss": found.loss["loss"]} | {f"gradients.{k}": g for k, g in found.gradients.items()}
+    assert wanted.keys() == have.keys()
+    return max(float(np.abs(have[name] - wanted[name]).max()) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "mesh"),
+    [
+        pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(case))
+        for case in dict.fromkeys(SAMPLE + CASES)
+    ],
+)
+def test_a_users_model_in_stages_is_equal_to_one_device(model, kind, mesh):
+    assert difference(model, kind, mesh) < 1e-10
+
+
+def test_a_state_of_random_counts_passes_through_the_microbatches():
+    """An NNX model whose dropout draws from counted keys: a step of two microbatches is one of two in turn."""
+    zoo = MODELS["lm1b_nnx"]()
+    params, carried = (moved(first(make, jax.random.key(0))) for make in (zoo.init, zoo.carried))
+    params, carried = jax.device_get((params, without_keys(carried)))
+
+    def step(**more):
+        made = piped(zoo, more.pop("schedule", None), more.pop("mesh", "pipe2"), carried=zoo.carried, **more)
+        state = TrainState(np.int32(0), params, optax.sgd(0.1).init(params), np.int32(0), carried)
+        return Trial(made).run(jax.device_put(state, shardings(made.placement.structs)), [dict(zoo.batch)])[1][0]
+
+    found = step(schedule=get_schedule("1f1b", 2, 2))
+    wanted = step(mesh="alone", num_microbatches=2)
+    for kind in ("loss", "gradients", "carried"):
+        assert largest_difference(getattr(found, kind), getattr(wanted, kind)) < 1e-10
+
+
+def test_an_evaluation_in_stages_is_that_of_one_device():
+    zoo, params, _ = on_one_device("llama")
+    losses = []
+    for schedule, mesh in [(get_schedule("interleaved", 2, 4), "data2_tensor2"), (None, "alone")]:
+        made = piped(zoo, schedule, mesh)
+        batch = {name: jax.device_put(x, made.batch[name].sharding) for name, x in zoo.batch.items()}
+        placed = jax.device_put(params, shardings(made.placement.structs.params))
+        losses.append(jax.device_get(made.compile_evaluation()(placed, batch, {})))
+    assert abs(losses[0]["loss"] / losses[0]["tokens"] - losses[1]["loss"] / losses[1]["tokens"]) < 1e-10
+
+
+# Planted faults ------------------------------------------------------------------------------------------------------
+
+
+def late(patch):
+    plan = execute.Pipeline.plan
+
+    def delayed(self, ctx, forward_only=False):
+        ticks, cut = plan(self, ctx, forward_only)
+        received = np.roll(np.asarray(ticks.rows.received), 1, axis=0)
+        return replace(ticks, rows=ticks.rows._replace(received=received)), cut
+
+    patch.setattr(execute.Pipeline, "plan", delayed)
+
+
+def once_a_stage(patch):
+    at_end = execute._Stage._if_end
+
+    def everywhere(self, is_end, change, changed, *args):
+        is_first = change.__name__ == "_embedding_gradient"
+        return at_end(self, jnp.ones_like(is_end) if is_first else is_end, change, changed, *args)
+
+    patch.setattr(execute._Stage, "_if_end", everywhere)
+
+
+def twice(patch):
+    cut = execute.Pipeline.cut
+
+    def again(self, ctx):
+        layers = cut(self, ctx).layers.copy()
+        layers[1, 0, 0] = layers[0, 0, 0]
+        return StagePartition(layers)
+
+    patch.setattr(execute.Pipeline, "cut", again)
+
+
+@pytest.mark.parametrize("plant", [None, late, once_a_stage, twice])
+def test_planted_faults_of_stages_are_found(plant, monkeypatch):
+    """A message a tick late, a gradient of what all stages share counted once a stage, a layer twice."""
+    if plant:
+        plant(monkeypatch)
+    assert (difference("plain", "1f1b", "pipe2") < 1e-10) == (plant is None)
