@@ -1,7 +1,7 @@
 """Measures the overhead of meshpar: times of a step, of Python, of imports, compiling and starting, and host memory.
 
-    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|long ...] [--layouts NAME ...]
-        [--rounds 9] [--json]
+    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|plain|long ...]
+        [--layouts NAME ...] [--rounds 9] [--json]
 
 `step` compares process CPU seconds with two hand-written programs, in each layout of eight simulated devices, and on
 one: the fastest that we can write (`byhand/`), and the usual one (`handwritten.py`, a scan over layers). Ratios compare
@@ -17,6 +17,7 @@ from typing import Any
 
 import measure
 import measure_attention
+import measure_plain
 import measure_start
 from compare import LAYOUTS
 
@@ -36,6 +37,11 @@ MEASURES = {
         "a step with attention in blocks over one with the reference, 256 tokens, CPU seconds",
         0.90,
         measure_attention.of_256_tokens,
+    ),
+    "plain": (
+        "a plain Flax llama's step over that of kind: llama, eight devices, CPU seconds",
+        1.05,
+        measure_plain.of_cpu_seconds,
     ),
     "long": ("the same, 2048 tokens", 0.90, measure_attention.of_2048_tokens),
 }

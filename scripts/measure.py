@@ -128,7 +128,7 @@ def _cpu_s(code: str) -> float:
 
 def in_process(expression: str) -> Any:
     """Evaluates an expression of the modules beside this one in a fresh interpreter."""
-    code = f"import json, compare, measure, measure_attention; print(json.dumps({expression}))"
+    code = f"import json, compare, measure, measure_attention, measure_plain; print(json.dumps({expression}))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
