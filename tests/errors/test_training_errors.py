@@ -155,7 +155,7 @@ LOSSES = {
     ),
     "an explicit sharding that does not divide": (
         lambda p, b, key: jax.sharding.reshard(b["x"], P(None, "data")).mean() * p["w"].sum(),
-        "into",
+        "(<lambda>): a sharding cuts dim 1, of 4, into 8 shards over data; leave it whole, None, or give",
     ),
     "explicit shardings that disagree": (
         lambda p, b, key: (jax.sharding.reshard(b["x"], P("tensor")) * b["x"]).mean() * p["w"].sum(),
