@@ -84,11 +84,11 @@ def _small_first(of: Jaxpr, num_others: int) -> list[Any]:
     first, others, made = [], [], {}
     returned = {v for v in of.outvars if not is_literal(v)}
     for eqn in of.eqns:
-        is_small = all(math.prod(v.aval.shape) <= SMALL for v in eqn.outvars) and not eqn.effects
+        is_small = all(_size(v.aval) <= SMALL for v in eqn.outvars) and not eqn.effects
         if not is_small or not all(is_literal(v) or v in known for v in eqn.invars):
             others.append(eqn)
             continue
-        invars = [v if is_literal(v) else known[v] for v in eqn.invars]
+        invars: list[Any] = [v if is_literal(v) else known[v] for v in eqn.invars]
         read = tuple((repr(v.val), str(v.aval)) if is_literal(v) else v for v in invars)
         params = tuple((name, repr(x) if _is_plain(x) else id(x)) for name, x in eqn.params.items())
         key = (eqn.primitive, params, read)
@@ -392,8 +392,12 @@ class _Sequence:
         return self.places.get(v, (-1, 0))[0] if not is_literal(v) else -1  # pyright: ignore
 
 
+def _size(aval: Any) -> int:
+    return math.prod(aval.shape)
+
+
 def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
+    return _size(aval) * getattr(aval.dtype, "itemsize", 8)
 
 
 def _same(a: Any, b: Any) -> bool:
