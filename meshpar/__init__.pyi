@@ -61,8 +61,10 @@ from .parallel.pipeline.schedule import (
 )
 from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, Parallel, TensorParallel
 from .partition.inferred import infer_dims
+from .partition.partitioned import partitioned
 from .planning.plan import Plan, plan
 from .serve.generate import Completion, Generated, generate
+from .serve.own_source import CausalModel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
@@ -104,6 +106,7 @@ __all__ = [
     "AxisSizes",
     "Balance",
     "Bytes",
+    "CausalModel",
     "Checkpoint",
     "CheckpointError",
     "CheckpointMetadata",
@@ -214,6 +217,7 @@ __all__ = [
     "loggers",
     "models",
     "optim",
+    "partitioned",
     "pipeline",
     "plan",
     "prepare",

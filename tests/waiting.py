@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,3 +17,11 @@ def wait_for(is_so: Callable[[], object], running: subprocess.Popen[str] | None 
         assert running is None or running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def read_until(terminal: int, end: bytes) -> bytes:
+    """What was written to a terminal, which may arrive in pieces, up to `end` at least."""
+    text = b""
+    while end not in text:
+        text += os.read(terminal, 9999)
+    return text

@@ -88,15 +88,21 @@ def serve(
     from meshpar.serve.source import open_source
 
     opened = open_source(source, overrides or [])
+    if not opened.run.model.generation():
+        raise ConfigError(
+            "the bench compares batches of meshpar's own decoders; a model of your own has another engine"
+        )
     opened.run.mesh.simulate(devices)
     use_cache(no_cache)
     from meshpar.serve import bench as benches
+    from meshpar.serve.engine import Engine
     from meshpar.serve.open_engine import open_engine
 
     engine = open_engine(
         opened, slots=slots, max_len=prompt + answer, page_size=page_size, chunk=chunk, max_queue=requests,
         draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
     )  # fmt: skip
+    assert isinstance(engine, Engine), "meshpar's own decoders have no other engine"
     workload = benches.draw(requests, opened.model.vocab_size, prompt, answer)
     measured = benches.bench(engine, opened, workload, sorted(rate or RATES))
     if plot:

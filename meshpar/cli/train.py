@@ -20,7 +20,9 @@ from meshpar.cli.app import (
     use_cache,
     writing,
 )  # fmt: skip
-from meshpar.errors import RunError
+from meshpar.errors import ConfigError, RunError
+
+LOCAL = "127.0.0.1"
 
 
 @app.command()
@@ -34,7 +36,7 @@ def train(
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve metrics for Prometheus.", show_default=False)
     ] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address of the interface for --metrics-port.")] = "127.0.0.1",
+    metrics_host: Annotated[str, typer.Option(help="Address of the interface for --metrics-port.")] = LOCAL,
     no_cache: NoCache = False,
 ) -> None:
     """Trains the model of CONFIG, or resumes from the last checkpoint in its run directory.
@@ -49,6 +51,8 @@ def train(
     from meshpar.train.records.loggers import Prometheus
 
     loaded = load(config, overrides or [])
+    if metrics_host != LOCAL and not metrics_port:
+        raise ConfigError(f"--metrics-host {metrics_host}: needs --metrics-port, without which no metrics are served")
     if metrics_port:
         metrics = Prometheus(host=metrics_host, port=metrics_port)
         loaded = loaded.model_copy(update={"loggers": (*loaded.loggers, metrics)})

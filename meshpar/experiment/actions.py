@@ -92,7 +92,9 @@ def explain(
     prepared = prepare(run, run.mesh.abstract(num_devices))
     states = prepared.states
     found = report(prepared.placement.params, states.on_device, prepared.selected, states.host, prepared.updates)
-    found = replace(found, activations=tuple(prepared.activations)) if activations else found
+    if activations:
+        attention = tuple(map(str, prepared.attention))
+        found = replace(found, activations=tuple(prepared.activations), attention=attention)
     return found if path is None else found.only(path)
 
 

@@ -333,6 +333,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
             prepared = replace(prepared, carried={STALE: prepared.specs})
         assert prepared.pipeline
         prepared.pipeline.plan(ctx)  # raises an error if the loss cannot be cut into its stages
+    prepared.check_context()
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 

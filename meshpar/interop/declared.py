@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core import meta
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
+from meshpar.interop import explicit
 from meshpar.parallel.context import current
 from meshpar.tree import path_name
 
@@ -73,16 +74,14 @@ def flax_rules(axes: Mapping[str, str] | None = None) -> Iterator[None]:
     for dim in ctx.rules.table if ctx.mesh.size > 1 else ():
         over = (dim,) if dim in own else tuple(called.get(axis, axis) for axis in ctx.axes(dim))
         rules.append((dim, over or None))
-    mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
-    names = tuple(called.get(axis, axis) for axis in map(str, mesh.axis_names))
-    renamed = AbstractMesh(mesh.axis_sizes, names, axis_types=mesh.axis_types) if called else mesh
-    with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(renamed), nn.intercept_methods(_without_mesh):
+    mesh = explicit.named(ctx.mesh, axes or {})
+    with nn.logical_axis_rules(rules), jax.sharding.use_abstract_mesh(mesh), nn.intercept_methods(_without_mesh):
         yield
 
 
 def _without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     """Hides the mesh from `DenseGeneral`, which would constrain its flattened kernel by the names of all its dims."""
-    if not isinstance(context.module, nn.DenseGeneral):
+    if not isinstance(context.module, nn.DenseGeneral) or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return call(*args, **kwargs)
@@ -95,5 +94,5 @@ def _is_box(x: Any) -> bool:
 def _names(box: Any) -> Any:
     if isinstance(box, nnx.Variable):
         metadata = box.get_metadata()
-        return next((metadata[key] for key in _KEYS if metadata.get(key)), None)
-    return getattr(box, "names", None)
+        return next((metadata[key] for key in _KEYS if metadata.get(key)), None) or explicit.typed_dims(box.get_value())
+    return getattr(box, "names", None) if isinstance(box, meta.AxisMetadata) else explicit.typed_dims(box)

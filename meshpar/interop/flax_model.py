@@ -17,13 +17,13 @@ from pydantic import Field
 from meshpar.config import Strings, Target, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
-from meshpar.interop.declared import lazily, unboxed
+from meshpar.interop.causal import Causal, linen_functions, nnx_functions
+from meshpar.interop.declared import changing, lazily, unboxed
 from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, with_axes, with_loss_sums
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
 from meshpar.sharding.resolve import with_largest
-from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 
 
@@ -67,23 +67,24 @@ class Import(ModelContract):
         check_axes(self.axes)
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
-            specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims)
+            specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims, self.axes)
         specs = with_largest(specs, task.rules, task.mesh) if task.mesh else specs
         on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
-        as_sums = partial(with_loss_sums, arrays=set(ARRAYS), carries=bool(carried), keys=keys, axes=self.axes)
+        given = (specs, self.batch_specs(1, task.seq_len), carried)
+        as_sums = partial(with_loss_sums, specs=given, carries=bool(carried), keys=keys, axes=self.axes)
         if task.loss.target is None:
             loss, evaluation = self._next_token_losses(user, task, carried)
         else:
             loss = evaluation = _own(task.loss.target, user.module, bool(carried))
         return ModelProgram(
             specs=specs,
-            init=arrays_of(user.init),
+            init=arrays_of(user.init, self.axes),
             loss=as_sums(on_shards(loss)),
             evaluation=as_sums(on_shards(evaluation), returns_carried=task.loss.target is None),
             rules=with_axes(task.rules, self.axes, (specs, carried)),
             uses_rng=task.loss.target is not None,
             carried=carried,
-            init_carried=arrays_of(user.carried),
+            init_carried=arrays_of(user.carried, self.axes),
             activation_dims=self.activation_dims,
             is_of_whole_arrays=not self.manual,
         )
@@ -95,6 +96,38 @@ class Import(ModelContract):
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
+        if task.has_documents and task.loss.target is None:
+            what = (
+                f"{self.target} is called with the tokens alone, so a token attends to other documents of its row too"
+            )
+            fix = "data.documents_in_row=joined, or a loss of your own, which may read batch['segments']"
+            problems.add("data.documents_in_row = separate", what, fix)
+
+    def causal(self, seq_len: int) -> tuple[Causal, Init]:
+        """The functions with which the model generates, and its init.
+
+        Raises:
+          ConfigError: it is written for local shards, or has state that the forward changes.
+        """
+        if self.manual:
+            raise ConfigError("model.manual: a model for local shards cannot generate; model.manual=false")
+        with user_code.blamed(self.target):
+            user = _built(self, seq_len)
+            first = jax.random.key(0)
+            carried = jax.eval_shape(lazily(user.carried), first)
+            apply = decoding = None
+            kept = [path for path, kind in changing(carried).items() if kind == nnx.BatchStat.__name__]
+            if isinstance(user.module, nn.Module):
+                kept = list(map(str, carried))
+                apply, decoding = linen_functions(user.module)
+            elif not kept:
+                params = jax.eval_shape(lazily(user.init), first)
+                others = jax.jit(lazily(user.carried))(first) if jax.tree.leaves(carried) else None
+                apply, decoding = nnx_functions(user.module, params, others)
+        if kept or apply is None:
+            what = f"{self.target} has state that the forward changes: {', '.join(kept)}"
+            raise ConfigError(f"{what}; a model generates from its parameters alone")
+        return Causal(apply, decoding, self.axes), user.init
 
     def hugging_face(self) -> Unsupported:
         return Unsupported("an imported model, for which Hugging Face has no architecture")

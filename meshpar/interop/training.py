@@ -18,10 +18,12 @@ import optax
 from flax import nnx
 
 from meshpar.errors import ConfigError, Problem, Problems, suggestion
+from meshpar.interop import explicit
 from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.mesh.varying import varies_over
+from meshpar.optim.elementwise import is_elementwise
 from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_stages, check_strategies
 from meshpar.parallel.context import ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
@@ -172,20 +174,23 @@ def training(
     )
     check_partitioned(ctx, manual)
     _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual)
-    specs, carried_specs, keys = specs_of(init, carried, seed, dims or {})
+    specs, carried_specs, keys = specs_of(init, carried, seed, dims or {}, axes)
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
     specs = with_largest(specs, rules, on)
-    names = set(batch)
+    arrays = batch_specs(batch, batch_dims or {}, ctx)
+    as_sums = partial(
+        with_loss_sums, specs=(specs, arrays, carried_specs), carries=carried is not None, keys=keys, axes=axes
+    )
     made = Training(
         specs=specs,
-        init=arrays_of(init),
+        init=arrays_of(init, axes),
         carried=carried_specs,
-        init_carried=arrays_of(carried) if carried else lambda key: {},
-        loss=with_loss_sums(loss, names, carried is not None, keys, axes),
-        evaluation=evaluation and with_loss_sums(evaluation, names, carried is not None, keys, axes, False),
-        update=Update(tx),
-        batch_specs=batch_specs(batch, batch_dims or {}, ctx),
+        init_carried=arrays_of(carried, axes) if carried else lambda key: {},
+        loss=as_sums(loss),
+        evaluation=evaluation and as_sums(evaluation, returns_carried=False),
+        update=Update(tx, is_elementwise=is_elementwise(tx, jax.tree.map(lambda spec: spec.struct, specs))),
+        batch_specs=arrays,
         ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
         key=partial(step_key, seed) if draws else None,
         seed=seed,
@@ -198,10 +203,13 @@ def training(
     _ = made.placement
     if made.pipeline:
         made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
+    made.check_context()
     return made
 
 
-def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[Any, Any, dict[str, Any]]:
+def specs_of(
+    init: Init, carried: Init | None, seed: int, dims: Dims, axes: Mapping[str, str] | None = None
+) -> tuple[Any, Any, dict[str, Any]]:
     """Returns trees of `ArraySpec` of the parameters and of the carried state, see `training`.
 
     The third result is the generators of the carried state's random keys, see `key_implementations`.
@@ -211,11 +219,12 @@ def specs_of(init: Init, carried: Init | None, seed: int, dims: Dims) -> tuple[A
     """
     problems = Problems()
     first = jax.random.key(seed)
-    params = jax.eval_shape(lazily(init), first)
+    with explained():
+        params = explicit.shapes(lazily(init), first, axes or {})
     _check_trainable(params, problems)
     problems.raise_any(ConfigError, "an optimizer cannot train these arrays:")
     specs = _specs(params, dims, problems)
-    state = jax.eval_shape(lazily(carried), first) if carried else {}
+    state = explicit.shapes(lazily(carried), first, axes or {}) if carried else {}
     carried_specs = _specs(state, dims, problems)
     paths = [path.removesuffix(".value") for path in (*flatten_with_paths(specs), *flatten_with_paths(carried_specs))]
     for glob in dims:
@@ -262,15 +271,15 @@ def _check_trainable(params: Any, problems: Problems) -> None:
             problems.add(path, what, 'init: model.init(...)["params"]; carried: {"batch_stats": ...}')
 
 
-def arrays_of(init: Init) -> Init:
+def arrays_of(init: Init, axes: Mapping[str, str] | None = None) -> Init:
     """Wraps `init` so that its result has no Linen boxes, and random keys are integers."""
-    return lambda key: as_data(unboxed(lazily(init)(key)))
+    return explicit.initialized(lambda key: as_data(unboxed(lazily(init)(key))), axes or {})
 
 
 def with_axes(rules: AxisRules, axes: Mapping[str, str], trees: Any) -> AxisRules:
     """Adds a rule for each dim that is named by the mesh axes that shard it, as in `PartitionSpec("fsdp", "tp")`."""
     known = {axis: axis for axis in AXES} | {**axes}
-    dims = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if axes and dim not in rules.table}
+    dims = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if dim not in rules.table}
     parts = {dim: dim.split("+") for dim in dims}
     extra = {dim: tuple(known[name] for name in names) for dim, names in parts.items() if {*names} <= {*known}}
     return rules | AxisRules(**extra) if extra else rules  # pyright: ignore
@@ -288,7 +297,7 @@ def check_axes(axes: Mapping[str, str]) -> None:
 
 def with_loss_sums(
     loss: Callable[..., Any],
-    arrays: set[str],
+    specs: tuple[Any, Mapping[str, ArraySpec], Any],
     carries: bool,
     keys: Mapping[str, Any],
     axes: Mapping[str, str] | None = None,
@@ -297,20 +306,23 @@ def with_loss_sums(
     """Wraps a user's loss as one that returns a `LossSums`.
 
     Args:
-      arrays: names of the batch's arrays that the loss gets.
+      specs: of the parameters, of the batch's arrays that the loss gets, and of the carried state.
       carries: whether the loss gets the carried state as a fourth argument.
       keys: the result of `key_implementations`.
       axes: the model's own name of a mesh axis -> meshpar's.
       returns_carried: whether the loss must return the next carried state; an evaluation need not.
     """
 
+    arrays = set(specs[1])
+
     def wrapped(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
         inputs = {name: x for name, x in batch.items() if name in arrays}
 
         def of_batch(params: Any, carried: Any) -> Any:
-            with flax_rules(axes), _explained():
+            with flax_rules(axes), explained():
                 more = (as_keys(carried, keys),) if carries else ()
-                result = loss(params, inputs, key, *more)
+                arguments = (params, inputs, key, *more)
+                result = explicit.call(loss, arguments, lambda: explicit.shardings(arguments, specs, axes or {}))
             ctx = current()
             if ctx and returns_carried:
                 if ctx.num_microbatches > 1:
@@ -370,7 +382,7 @@ def _check_same(sums: LossSums, carried: Any, ctx: ParallelContext) -> None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Explains errors of JAX and Flax that are caused by a loss written for pmap or for another mesh."""
     try:
         yield
@@ -379,12 +391,8 @@ def _explained() -> Iterator[None]:
         if unbound := re.search(r"unbound axis name: (\w+)", message):
             what = f"the loss communicates over {unbound[1]!r}, an axis name that only pmap, vmap or shard_map binds"
             fix = f'the batch has the rows of all devices: leave axis_name out, or use axis_name="{AXIS_NAME}"'
-        elif missing := re.search(r"Resource axis: (\w+) of .* is not found in mesh", message):
-            what = f"the model is sharded over an axis {missing[1]!r}, but the mesh has {', '.join(AXES)}"
-            fix = f'map it to one of these, axes={{"{missing[1]}": "tensor"}}; in a config, model.axes'
-        elif "of type Auto or Manual" in message:
-            what = "the model passes out_sharding to a JAX function, which needs a mesh of explicit axes"
-            fix = "remove out_sharding from the forward, or use jax.lax.with_sharding_constraint(x, spec) instead"
+        elif problem := explicit.problem(error):
+            what, fix = problem
         elif "different trace level" in message:
             what = "the loss changes NNX state that was created outside of it, so the change would be lost"
             fix = CARRY

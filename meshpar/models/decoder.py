@@ -80,6 +80,10 @@ class DecoderModel(Decoder, ModelContract):
             what = f"{task.seq_len} is more than model.max_seq_len = {self.max_seq_len}"
             fix = f"model.max_seq_len={task.seq_len}, or data.seq_len={self.max_seq_len}"
             problems.add("data.seq_len", what, fix)
+        theta = type(self).model_fields["rope_theta"].default
+        if self.learned_positions and self.rope_theta != theta:
+            what = f"{self.rope_theta:g} changes nothing: the model learns its positions, and rotates nothing"
+            problems.add("model.rope_theta", what, f"model.rope_theta={theta:g}")
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")

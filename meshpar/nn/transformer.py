@@ -36,12 +36,9 @@ from meshpar.parallel.context import constrain, current, platform
 from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 from meshpar.parallel.projection import Projection
+from meshpar.parallel.unrolling import is_unrolled
 
 Batch = dict[str, Int[Array, "..."]]
-
-UNROLLED_WEIGHTS = 2**17
-UNROLLED_LAYERS = 16
-"""`unroll: auto` removes the loop if a layer has at least this many weights, and there are at most this many layers."""
 
 
 class NormClass(Protocol):
@@ -188,18 +185,15 @@ class Decoder(Config):
     def layers_of_an_iteration(self, platform: str, recomputes: bool) -> int:
         """How many layers one iteration of the loop over layers computes.
 
-        `auto` removes the loop on CPUs, where it copies the parameters of each layer and keeps XLA from fusing layers.
-        The loop stays if layers are so small that it costs little, if they are so many that compiling takes long, and
-        with remat, because layers without a loop need a tenth more memory. On GPUs and TPUs a loop reads parameters in
-        place, and its program stays small.
+        `auto` removes the loop where `is_unrolled` says so.
 
         Args:
           recomputes: whether the backward recomputes activations.
         """
         if self.unroll != "auto":
             return self.num_layers if self.unroll == "all" else min(self.unroll, self.num_layers)
-        is_worth_it = self.weights_of_a_layer >= UNROLLED_WEIGHTS and self.num_layers <= UNROLLED_LAYERS
-        return self.num_layers if platform == "cpu" and is_worth_it and not recomputes else 1
+        unrolled = is_unrolled(platform, self.weights_of_a_layer, self.num_layers, recomputes)
+        return self.num_layers if unrolled else 1
 
     def has_own_arrays(self, platform: str) -> bool:
         """Whether a step is faster if each layer has arrays of its own.

@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.strategies import ContextParallel, FullySharded, TensorParallel
+from meshpar.parallel.strategies import ExpertParallel, FullySharded, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,6 @@ class _OwnLayers:
     fix: str
 
 
-def _meets_in_attention(ctx: ParallelContext) -> bool:
-    """Whether `parallel.context` selects more than the order of the tokens in the manual lowering."""
-    declared = ctx.parallel.context
-    return declared is not None and not (ctx.manual and declared == ContextParallel(layout="contiguous"))
-
-
 _CHUNKS = "only meshpar's own layers communicate in chunks, not those of {model}"
 OWN_LAYERS = {
     "tensor": _OwnLayers(
@@ -50,8 +44,12 @@ OWN_LAYERS = {
         lambda ctx: ctx.parallel.fsdp.overlap != "none", FullySharded(), _CHUNKS, "parallel.fsdp.overlap=none"
     ),
     "context": _OwnLayers(
-        _meets_in_attention, None,
-        "only meshpar's own attention meets the other shards of a row, not that of {model}", "no parallel.context",
+        lambda ctx: ctx.parallel.context is not None and not ctx.manual, None,
+        "GSPMD gathers whole rows for the attention of {model}", "no parallel.context, or lowering=manual",
+    ),
+    "expert": _OwnLayers(
+        lambda ctx: ctx.parallel.expert not in (None, ExpertParallel()), None,
+        "only meshpar's own experts exchange tokens so, not those of {model}", "no parallel.expert",
     ),
 }  # fmt: skip
 """Field of `Parallel` -> why a model of the user's own cannot use it. To support a strategy, remove its entry."""

@@ -118,7 +118,9 @@ class ParallelContext:
 
     @property
     def sequence(self) -> SequenceLayout:
-        """Which tokens of a row each of these devices holds. GSPMD shards rows contiguously."""
+        """Which tokens of a row each of these devices holds: consecutive ones under GSPMD and in a user's model."""
+        if self.activation_dims is not None:
+            return SequenceLayout(self.row_shards)
         return self.parallel.attention.arranged(self.row_shards)
 
     @property

@@ -44,7 +44,7 @@ _ELEMENTWISE = {
     "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "sqrt", "rsqrt", "exp", "log", "logistic",
     "tanh", "erf", "select_n", "convert_element_type",
 }  # fmt: skip
-_CHEAP = _FREE | _ELEMENTWISE | {"reduce_sum"}
+CHEAP = _FREE | _ELEMENTWISE | {"reduce_sum"}
 """Primitives whose results no layer saves: the backward computes them again from what is saved."""
 
 
@@ -104,13 +104,13 @@ def gathering_again(policy: Policy) -> Policy:
                 return ctx is not None and ctx.rules.zero_stage == 2
             if last.primitive is lax.dot_general_p:
                 return policy(last.primitive, *avals, **last.params)
-            if last.primitive.name in _CHEAP:
+            if last.primitive.name in CHEAP:
                 return False
         if primitive is lax.dot_general_p and avals[0].dtype.itemsize == 1:
             return False  # its scaled result has the name of a product
         if primitive.name == "name" and params["name"] == PRODUCT:
             return policy(lax.dot_general_p, *avals, dimension_numbers=(((), ()), ((), ())))
-        return primitive.name not in _CHEAP and policy(primitive, *avals, **params)
+        return primitive.name not in CHEAP and policy(primitive, *avals, **params)
 
     return saves
 

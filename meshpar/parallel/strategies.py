@@ -182,7 +182,7 @@ class Parallel(Config):
             what = "under lowering: auto, GSPMD chooses how devices that share a row attend"
             problems.add("parallel.context", what, "lowering=manual, or no parallel.context")
         if self.overlaps:
-            what = "auto: GSPMD chooses the communication, so overlap has no effect"
+            what = f"auto: GSPMD chooses the communication, so {' and '.join(self.overlaps)} would have no effect"
             problems.add("lowering", what, "lowering=manual")
         if self.pipeline:
             problems.add("parallel.pipeline", "GSPMD has no pipeline", "lowering=manual, or parallel.pipeline=null")

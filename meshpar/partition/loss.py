@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from meshpar.errors import ShardingError
@@ -19,13 +20,15 @@ from meshpar.parallel.precision import is_mixed
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
-from meshpar.partition.program import Program, Use, gathering_again_in
+from meshpar.partition.program import Program, Use
 from meshpar.partition.rules import RULES
+from meshpar.partition.segments import differentiable
 from meshpar.sharding.resolve import live
 from meshpar.sharding.spec import ArraySpec
 
 WholeLoss = Callable[[Any, Batch, Any, Any], Any]
 """(params, batch, key, carried) -> `LossSums`, of whole arrays."""
+Rewrite = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class PartitionedLoss:
       loss: the user's.
       params, carried: trees of `ArraySpec`.
       batch: name -> `ArraySpec`.
+      rewrite: replaces operations of the traced program before it is planned.
     """
 
     loss: WholeLoss
     params: Any
     batch: dict[str, ArraySpec]
     carried: Any
+    rewrite: Rewrite = lambda closed: closed
 
     def __call__(self, params: Any, batch: Batch, key: Any, carried: Any) -> Any:
         ctx = manual()
@@ -53,13 +58,13 @@ class PartitionedLoss:
         arguments = (params, batch, key, carried)
         leaves, tree = jax.tree.flatten(arguments, is_leaf=is_mixed)
         layouts = self.layouts(ctx, arguments)
-        program, result = planned(self.loss, layouts, tree, ctx)
-        return jax.tree.unflatten(result, gathering_again_in(program, ctx)(*leaves))
+        program, result = planned(self.loss, layouts, tree, ctx, self.rewrite)
+        return jax.tree.unflatten(result, differentiable(program, ctx)(*leaves))
 
     def plan(self, ctx: ParallelContext, structs: tuple[Any, Any, Any, Any]) -> Program:
         """The plan for arguments of these global shapes, without a device."""
         layouts = self.layouts(ctx, structs, are_local=False)
-        return planned(self.loss, layouts, jax.tree.structure(structs), ctx)[0]
+        return planned(self.loss, layouts, jax.tree.structure(structs), ctx, self.rewrite)[0]
 
     def layouts(self, ctx: ParallelContext, arguments: Any, are_local: bool = True) -> list[Layout]:
         """The layout of each leaf of the arguments of a loss, by their specs."""
@@ -70,7 +75,7 @@ class PartitionedLoss:
             return kind(ctx, x, dims, are_local)
 
         return [
-            *(of(x, spec.dims, _parameter) for x, spec in _pairs(params, self.params)),
+            *(of(x, spec.dims, parameter_layout) for x, spec in _pairs(params, self.params)),
             *(of(batch[name], specs[name].dims, _activation) for name in sorted(batch)),
             *(Layout.whole(x.shape, x.dtype) for x in jax.tree.leaves(key)),
             *self.state_layouts(ctx, carried, are_local),
@@ -81,19 +86,22 @@ class PartitionedLoss:
         return [_state(ctx, x, spec.dims, are_local) for x, spec in _pairs(carried, self.carried)]
 
 
-def planned(loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext) -> tuple[Program, Any]:
+def planned(
+    loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext, rewrite: Rewrite
+) -> tuple[Program, Any]:
     """Traces a loss with whole shapes and plans it: the program, and the structure of its result."""
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
     with of_whole_arrays(ctx):
         closed, shapes = traced(loss, structs, tree)
+        closed = rewrite(closed)
         scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
     num_carried = len(jax.tree.leaves(shapes.carried))
     num_sums = len(nodes) - num_carried
     carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]
     scope.program.outputs = [
-        *(_returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
-        *(_returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
+        *(returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
+        *(returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
     ]
     if ctx.strict:
         check_declared(moved_values(scope.program, ctx.axes("residual_seq")))
@@ -117,7 +125,7 @@ def traced(loss: WholeLoss, structs: Sequence[Any], tree: Any) -> tuple[Any, Any
     return jax.make_jaxpr(flat, return_shape=True)(*structs)
 
 
-def _returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
+def returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
     """A result: sharded over `axes`, a sum of the devices' parts over `partial`, and the same over all other axes."""
     placed = scope.demand(scope.ready(node), axes)
     sharding = {axis for dim in axes for axis in dim}
@@ -128,7 +136,7 @@ def _pairs(tree: Any, specs: Any) -> list[tuple[Any, ArraySpec]]:
     return list(zip(jax.tree.leaves(tree, is_leaf=is_mixed), jax.tree.leaves(specs), strict=True))
 
 
-def _parameter(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
+def parameter_layout(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
     """A parameter: stored in shards where layers gather it; sharded by its partition rules."""
     stored = tuple((i, ctx.storage(dim)) for i, dim in enumerate(dims) if ctx.storage(dim))
     for dim in dims:
@@ -156,14 +164,14 @@ def _check_order(dim: str, ctx: ParallelContext) -> None:
 
 
 def _activation(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
-    return _sharded(ctx, x, dims, tuple((dim and ctx.axes(dim)) or () for dim in dims), is_local)
+    return sharded_layout(ctx, x, dims, tuple((dim and ctx.axes(dim)) or () for dim in dims), is_local)
 
 
 def _state(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_local: bool) -> Layout:
-    return _sharded(ctx, x, dims, tuple(live(ctx.mesh, ctx.rules[dim]) for dim in dims), is_local)
+    return sharded_layout(ctx, x, dims, tuple(live(ctx.mesh, ctx.rules[dim]) for dim in dims), is_local)
 
 
-def _sharded(ctx: ParallelContext, x: Any, dims: tuple[str, ...], axes: Any, is_local: bool) -> Layout:
+def sharded_layout(ctx: ParallelContext, x: Any, dims: tuple[str, ...], axes: Any, is_local: bool) -> Layout:
     shape = tuple(
         size * (count(over, ctx.mesh.shape) if is_local else 1) for size, over in zip(x.shape, axes, strict=True)
     )

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.mesh.varying import Axes, varies_over, varying
-from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.data import gathering_again
 from meshpar.partition.layout import Layout, Move, Sizes, moves
 from meshpar.partition.moved import moved
 from meshpar.partition.source import Source
@@ -95,21 +93,41 @@ class Program:
 
     def run(self, *shards: Any) -> list[Any]:
         """Computes the program on local shards, inside `shard_map`: those of `inputs` -> those of `outputs`."""
-        held = dict(self.constants) | dict(zip(self.inputs, shards, strict=True))
-        views: dict[Use, Any] = {}
+        held = self._held(shards)
+        self._compute(self.steps, held)
+        return [held.used(use) for use in self.outputs]
 
-        def used(use: Use) -> Any:
-            # Each form of a value is made once: gradients of its uses are added before they are summed over devices.
-            if use not in views:
-                views[use] = use.of(held[use.register], self.layouts[use.register], self.sizes)
-            return views[use]
+    def run_in(self, segments: Sequence[tuple[Sequence[Step], bool]], *shards: Any) -> list[Any]:
+        """The same in segments: (steps, whether the backward computes them again instead of holding their results)."""
+        held = self._held(shards)
+        for steps, again in segments:
+            if again:
+                self._compute_again(steps, held)
+            else:
+                self._compute(steps, held)
+        return [held.used(use) for use in self.outputs]
 
-        for step in self.steps:
+    def _held(self, shards: Sequence[Any]) -> _Held:
+        return _Held(dict(self.constants) | dict(zip(self.inputs, shards, strict=True)), self.layouts, self.sizes)
+
+    def _compute(self, steps: Sequence[Step], held: _Held) -> None:
+        for step in steps:
             with step.source.naming():
-                results = step.compute(*map(used, step.ins))
+                results = step.compute(*map(held.used, step.ins))
             for register, x in zip(step.outs, results, strict=True):
-                held[register] = self._typed(register, x)
-        return [used(use) for use in self.outputs]
+                held.values[register] = self._typed(register, x)
+
+    def _compute_again(self, steps: Sequence[Step], held: _Held) -> None:
+        own = {out for step in steps for out in step.outs}
+        read = list(dict.fromkeys(use for step in steps for use in step.ins if use.register not in own))
+
+        def segment(*arrays: Any) -> list[Any]:
+            inside = _Held({}, self.layouts, self.sizes, dict(zip(read, arrays, strict=True)))
+            self._compute(steps, inside)
+            return [inside.values[register] for register in sorted(own)]
+
+        results = jax.checkpoint(segment)(*map(held.used, read))
+        held.values |= dict(zip(sorted(own), results, strict=True))
 
     def _typed(self, register: Register, x: Any) -> Any:
         layout = self.layouts[register]
@@ -120,16 +138,17 @@ class Program:
         return varying(x, tuple(sorted(layout.varies)))
 
 
-def gathering_again_in(program: Program, ctx: ParallelContext) -> Callable[..., list[Any]]:
-    """A program that, under ZeRO-3, gathers its parameters again in the backward instead of holding them for it.
+@dataclass
+class _Held:
+    """The values of registers while a program runs, and the forms in which they are used."""
 
-    If its loops gather layers again, it holds its other parameters, which are those of the model's ends.
-    """
-    loops = (inner for step in program.steps for inner, _ in step.inner)
-    if ctx.rules.zero_stage != 3 or not _gathers(program) or any(map(_gathers, loops)):
-        return program.run
-    return jax.checkpoint(program.run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
+    values: dict[Register, Any]
+    layouts: list[Layout]
+    sizes: Sizes
+    views: dict[Use, Any] = field(default_factory=dict)
 
-
-def _gathers(program: Program) -> bool:
-    return any(layout.stored for layout in program.layouts)
+    def used(self, use: Use) -> Any:
+        # Each form of a value is made once: gradients of its uses are added before they are summed over devices.
+        if use not in self.views:
+            self.views[use] = use.of(self.values[use.register], self.layouts[use.register], self.sizes)
+        return self.views[use]

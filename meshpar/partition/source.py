@@ -5,6 +5,7 @@ This file depends on JAX's internals: `jax._src.source_info_util`, which has no 
 
 from __future__ import annotations
 
+import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,3 +52,10 @@ class Source:
             return nullcontext()
         name_stack = source_info_util.current_name_stack() + self.info.name_stack
         return source_info_util.user_context(self.info.traceback, name_stack=name_stack)
+
+
+def line_of(error: BaseException) -> str:
+    """File, line and function of the user's own code that raised an error; "" if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _LIBRARIES & {*Path(frame.filename).parts}]
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""

@@ -44,6 +44,11 @@ class Engine(PagedModel):
         drafts = f", {decoding.num_drafts} drafts a row" if decoding.num_drafts else ""
         return f"{mesh}: {capacity.num_rows} slots, {pages}, cache {human_bytes(decoding.cache_bytes)} a device{drafts}"
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+        return self.decoding.model.vocab_size
+
     def run(self, plan: Plan) -> Computed:
         """Computes a turn.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from meshpar.mesh.layout import describe_sizes
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.decoding import Decoding
 from meshpar.serve.generator import Generator, Piece
+from meshpar.serve.own_source import CausalModel, answer
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.source import Source, of_run, open_source
 from meshpar.serve.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from meshpar.tree import human_bytes
 
 Prompt = str | Sequence[int]
+NUM_DRAFTS = 4
+"""The tokens that are drafted at a time, if their number is not given."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Generated:
       prefill_s: seconds until each row had its first token, without compilation.
       decode_s: seconds for all other tokens.
       acceptance: the fraction of drafts that the model accepted; None without drafts.
+      how: how a model of the user's own generates: with its cache, or by recomputing each row.
     """
 
     completions: list[Completion]
@@ -59,6 +64,7 @@ class Generated:
     prefill_s: float
     decode_s: float
     acceptance: float | None = None
+    how: str = ""
 
     @property
     def texts(self) -> list[str]:
@@ -73,12 +79,13 @@ class Generated:
         later = num - len(self.completions)
         rate = f", then {later / self.decode_s:.0f} tokens/s" if later and self.decode_s else ""
         cache = f"cache {human_bytes(self.cache_bytes)} a device"
+        how = f"; {self.how}" if self.how else ""
         drafts = "" if self.acceptance is None else f"; {self.acceptance:.0%} of drafts accepted"
-        return f"{num} tokens on {self.mesh}: the first after {self.prefill_s:.2f} s{rate}; {cache}{drafts}"
+        return f"{num} tokens on {self.mesh}: the first after {self.prefill_s:.2f} s{rate}; {cache}{drafts}{how}"
 
 
 def generate(
-    source: Source | Run | Path | str,
+    source: Source | Run | CausalModel | Path | str,
     prompts: Sequence[Prompt] | str,
     *,
     overrides: Sequence[str] = (),
@@ -90,14 +97,15 @@ def generate(
     stop: Sequence[str] | str = (),
     draft: Source | Path | str | None = None,
     ngrams: int | None = None,
-    num_drafts: int = 4,
+    num_drafts: int = NUM_DRAFTS,
     parse_special: bool = True,
     show: Callable[[Piece], None] = lambda piece: None,
 ) -> Generated:
     """Answers all prompts in one batch. The tokens are the same on any mesh.
 
     Args:
-      source: a run, its config file, or the folder that it wrote; its latest checkpoint is restored to its mesh.
+      source: a run, its config file, or the folder that it wrote; its latest checkpoint is restored to its mesh. Or a
+        `CausalModel` of your own.
       prompts: texts or lists of token ids; or one text. The tokens that open a document are added only to texts.
       overrides: `key=value` as on the command line, such as `mesh.tensor=4`; for a file or a folder.
       max_tokens: largest number of tokens of an answer.
@@ -120,9 +128,16 @@ def generate(
     Memory: the parameters as they are stored, and the cache, see `Decoding.cache`.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if isinstance(source, CausalModel):
+        check_own(overrides, draft, ngrams)
+        return _by_own(source, source.tokens_of, prompts, stop, max_tokens, sampling, show)
     opened = _opened(source, overrides)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop
+    if own := opened.own:
+        check_own((), draft, ngrams)
+        encode = partial(_encoded, opened, parse_special=parse_special)
+        return _by_own(own, encode, prompts, stop, max_tokens, sampling, show)
     drafting = None if draft is None else _opened(draft, ())
     ids = [_encoded(opened, prompt, parse_special) for prompt in prompts]
     _check(opened, prompts, ids, max_tokens, stop)
@@ -139,6 +154,36 @@ def generate(
         prefill_s=generator.turn_s[0],
         decode_s=sum(generator.turn_s[1:]),
         acceptance=generator.acceptance,
+    )
+
+
+def check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None:
+    """Checks that no option is given that a model of the user's own cannot follow."""
+    problems = Problems()
+    if overrides:
+        problems.add("overrides", "a model in Python has no config", "CausalModel.of(..., mesh=, rules=)")
+    for name in [name for name, option in (("draft", draft), ("ngrams", ngrams)) if option is not None]:
+        problems.add(name, "a model of your own decodes one token at a time", "leave it out")
+    problems.raise_any(ConfigError, "these options do not fit a model of your own:")
+
+
+def _by_own(
+    source: CausalModel, encode: Callable[[Prompt], list[int]], prompts: Sequence[Prompt] | str,
+    stop: Sequence[str] | str, max_tokens: int, sampling: Sampling, show: Callable[[Piece], None],
+) -> Generated:  # fmt: skip
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    stop = [stop] if isinstance(stop, str) else stop
+    problems = Problems()
+    _check_sizes(prompts, max_tokens, stop, problems)
+    problems.raise_any(ConfigError, "these prompts cannot be answered:")
+    answered = answer(source, list(map(encode, prompts)), stop, max_tokens, sampling, show)
+    return Generated(
+        [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answered.answers, strict=True)],
+        describe_sizes(dict(answered.engine.decoding.ctx.mesh.shape)),
+        answered.engine.decoding.cache_bytes,
+        answered.prefill_s,
+        answered.decode_s,
+        how=source.functions.how,
     )
 
 
@@ -187,8 +232,12 @@ def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_d
     if ngrams is not None and ngrams < 1:
         problems.add("ngrams", f"{ngrams} is not 1 or more", "2")
     if num_drafts < 1:
-        problems.add("num_drafts", f"{num_drafts} is not 1 or more", "4")
-    if draft is not None and draft.model.vocab_size != source.model.vocab_size:
+        problems.add("num_drafts", f"{num_drafts} is not 1 or more", str(NUM_DRAFTS))
+    elif num_drafts != NUM_DRAFTS and draft is None and ngrams is None:
+        problems.add("num_drafts", f"{num_drafts} tokens at a time, and nothing drafts", "ngrams=2, or a draft")
+    if draft is not None and not draft.run.model.generation():
+        problems.add("draft", "a model of your own does not draft", "one of meshpar's decoders, or leave it out")
+    elif draft is not None and draft.model.vocab_size != source.model.vocab_size:
         what = f"its vocabulary has {draft.model.vocab_size} ids, and that of the model {source.model.vocab_size}"
         problems.add("draft", what, "a smaller model with the same tokenizer")
     problems.raise_any(ConfigError, "these drafts cannot be used:")
@@ -206,12 +255,7 @@ def _check(
     if (size := source.tokenizer.vocab_size) > model.vocab_size:
         what = f"the tokenizer has {size} ids, the model {model.vocab_size}"
         problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
-    if max_tokens < 1:
-        problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
-    if "" in stop:
-        problems.add("stop", "an empty text occurs everywhere", "leave it out")
-    if not prompts:
-        problems.add("prompts", "there is none", "pass at least one")
+    _check_sizes(prompts, max_tokens, stop, problems)
     for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
         _check_prompt(f"prompt {number}", source, prompt, tokens, max_tokens, problems)
     problems.raise_any(ConfigError, "these prompts cannot be answered:")
@@ -221,7 +265,6 @@ def _check_prompt(
     where: str, source: Source, prompt: Prompt, ids: Sequence[int], max_tokens: int, problems: Problems
 ) -> None:
     if not prompt:
-        problems.add(where, "is empty", "write at least one character")
         return
     model = source.model
     if not isinstance(prompt, str) and not all(0 <= token < model.vocab_size for token in ids):
@@ -230,3 +273,15 @@ def _check_prompt(
         what = f"{len(ids)} tokens and {max_tokens} more do not fit model.max_seq_len = {model.max_seq_len}"
         room = model.max_seq_len - len(ids)
         problems.add(where, what, f"max_tokens={room}" if room > 0 else "a shorter prompt")
+
+
+def _check_sizes(prompts: Sequence[Prompt], max_tokens: int, stop: Sequence[str], problems: Problems) -> None:
+    if max_tokens < 1:
+        problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
+    if "" in stop:
+        problems.add("stop", "an empty text occurs everywhere", "leave it out")
+    if not prompts:
+        problems.add("prompts", "there is none", "pass at least one")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            problems.add(f"prompt {number}", "is empty", "write at least one character")

@@ -11,12 +11,14 @@ from meshpar.nn.transformer import Decoder
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import Drafter, NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.generate import check_drafts
+from meshpar.serve.generate import NUM_DRAFTS, check_drafts, check_own
+from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.scheduler import Capacity
 from meshpar.serve.source import Source
 from meshpar.tree import human_bytes
 
+PAGE_SIZE = 16
 MAX_LEN = 2048
 """The longest row, if it is not given."""
 
@@ -26,19 +28,20 @@ def open_engine(
     *,
     slots: int = 16,
     max_len: int | None = None,
-    page_size: int = 16,
+    page_size: int = PAGE_SIZE,
     cache_bytes: int | None = None,
     chunk: int = 128,
     max_queue: int = 256,
     draft: Source | None = None,
     ngrams: int | None = None,
-    num_drafts: int = 4,
-) -> Engine:
+    num_drafts: int = NUM_DRAFTS,
+) -> Engine | OwnEngine:
     """The engine of a trained model on the mesh of its run.
 
     Args:
       slots: rows that are decoded together, rounded up to a multiple of the batch's shards.
-      max_len: see `Capacity`; None for 2048, or fewer if the model has fewer positions.
+      max_len: see `Capacity`; None for 2048, or fewer if the model has fewer positions; of a user's own model, whose
+        positions are not known, for the length of the rows that it was trained with.
       cache_bytes: bytes of the pages on a device; None for enough pages for the longest rows in all slots.
       page_size, chunk, max_queue: see `Capacity`.
       draft, ngrams: what drafts tokens, see `generate`; None for no drafts.
@@ -48,6 +51,10 @@ def open_engine(
       ConfigError: lists all sizes that do not fit the model.
       CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
     """
+    if own := source.own:
+        check_own((), draft, ngrams)
+        _check_pages(page_size, cache_bytes)
+        return own.engine(slots, max_len or source.run.data.seq_len, chunk, max_queue)
     check_drafts(source, draft, ngrams, num_drafts)
     problems = Problems()
     max_len = _max_len(source.model, max_len, problems)
@@ -74,6 +81,15 @@ def open_engine(
     if draft and smaller:
         drafter = DraftModel(smaller, draft.restore)
     return Engine(decoding, source.restore, drafter)
+
+
+def _check_pages(page_size: int, cache_bytes: int | None) -> None:
+    """Checks that no size of pages is given, which the cache of a user's own model does not have."""
+    problems = Problems()
+    given = {"page_size": page_size != PAGE_SIZE, "cache": cache_bytes is not None}
+    for name in (name for name, is_given in given.items() if is_given):
+        problems.add(name, "the cache of a model of your own has no pages: each slot has its own", "leave it out")
+    problems.raise_any(ConfigError, "the model cannot be served with these sizes:")
 
 
 def _smaller(decoding: PagedDecoding, draft: Source, problems: Problems) -> PagedDecoding:

@@ -60,12 +60,6 @@ class PagedModel:
             if row:
                 table[i, : len(row.pages)] = row.pages
         samplings: list[Sampling] = [row.request.sampling if row else GREEDY for row in rows]
-        each = RowSampling(
-            np.array([how.temperature for how in samplings], np.float32),
-            np.array([how.top_k or 0 for how in samplings], np.int32),
-            np.array([how.top_p for how in samplings], np.float32),
-            np.array([how.seed for how in samplings], np.uint32),
-            np.array([row.request.index if row else 0 for row in rows], np.int32),
-        )
+        each = RowSampling.of(samplings, [row.request.index if row else 0 for row in rows])
         draws = np.array(any(how.temperature > 0 for how in samplings))
         return jax.device_put(Rows(table, each, draws), shardings(self.decoding.rows(len(rows))))

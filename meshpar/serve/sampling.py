@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meshpar.errors import ConfigError, Problems
@@ -95,6 +97,17 @@ class RowSampling(NamedTuple):
     top_p: Any
     seed: Any
     rows: Any
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], rows: Sequence[int]) -> RowSampling:
+        """The settings of each row, as arrays on the host."""
+        return cls(
+            np.array([how.temperature for how in samplings], np.float32),
+            np.array([how.top_k or 0 for how in samplings], np.int32),
+            np.array([how.top_p for how in samplings], np.float32),
+            np.array([how.seed for how in samplings], np.uint32),
+            np.array(rows, np.int32),
+        )
 
 
 def sample_each(

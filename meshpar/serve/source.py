@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshpar import config
 from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.convert import TOKENIZER, restore_params, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run
+from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint, open_pretrained
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
+from meshpar.serve.own_source import CausalModel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.data import NoData, Synthetic
 from meshpar.train.data.fingerprint import checksum
@@ -48,7 +52,7 @@ class Source:
       folder: the Hugging Face folder that the tokenizer is in; None if the tokenizer is that of the run's data.
 
     Raises:
-      ConfigError: the model is the user's own.
+      ConfigError: the model cannot generate.
     """
 
     run: Run
@@ -57,12 +61,32 @@ class Source:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        if not (decoder := self.run.model.generation()):
+        if not (decoder := self.run.model.generation()) and not isinstance(self.run.model, Import):
             raise ConfigError(f"model.kind = {self.run.model.kind}: {decoder.because}")
 
     @property
     def model(self) -> DecoderModel:
         return self.run.model.generation()  # pyright: ignore
+
+    @property
+    def own(self) -> CausalModel | None:
+        """The user's own model, on the mesh of its run; None if it is one of meshpar's decoders.
+
+        Raises:
+          ConfigError: it is written for local shards, or has state that the forward changes.
+        """
+        run = self.run
+        if not isinstance(run.model, Import):
+            return None
+        if run.precision.cache:
+            what = "only meshpar's own decoders can cache keys and values in another format"
+            raise ConfigError(f"precision.cache: {what}; precision.cache=null")
+        functions, init = run.model.causal(run.data.seq_len)
+        return CausalModel(
+            functions=functions, params=None, mesh=run.mesh, rules=run.rules, dims=run.model.dims,
+            lowering=run.lowering, dtype=np.dtype(run.precision.params), compute_dtype=np.dtype(run.precision.compute),
+            tokenizer=self.tokenizer, ends=self.ends, init=init, load=self.restore,
+        )  # fmt: skip
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,6 +37,11 @@ class ArraySpec:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
             raise ShardingError(f"{len(self.shape)} dims {self.shape}, but {len(self.dims)} names {self.dims}")
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     @property
     def size(self) -> int:

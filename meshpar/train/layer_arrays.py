@@ -59,6 +59,11 @@ class LayerArrays:
         return jax.tree.map(_stack, self.stacks.trained, grads)
 
 
+def has_stacks(specs: Any) -> bool:
+    """Whether a tree of `ArraySpec` has stacks [layers, ...]."""
+    return any(spec.dims[:1] == (LAYERS,) and spec.shape[0] > 1 for spec in jax.tree.leaves(specs))
+
+
 def cut_specs(specs: Any) -> Any:
     """A tree of `ArraySpec` with a list of specs [1, ...], one per layer, for each stack [layers, ...]."""
 

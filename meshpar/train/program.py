@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import RunError
 from meshpar.parallel.batch import Batch
@@ -151,7 +151,9 @@ def trace(
       out_shardings: shardings of the result.
       donate: positions of the arguments whose memory the program may reuse.
     """
-    return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate).trace(*arguments)
+    # The arguments say on which mesh a program is; a mesh that the user set, `jax.set_mesh`, may be another one.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate).trace(*arguments)
 
 
 def compile_program(traced: jax.stages.Traced, options: dict[str, Any] | None = None) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -11,19 +12,22 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.errors import ConfigError
+from meshpar.nn.recognized import Found, rewritten, with_attention
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
-from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import Stages
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
 from meshpar.partition.loss import PartitionedLoss
 from meshpar.partition.moved_values import MovedValue, moved_values
+from meshpar.partition.rules.loops import unrolls
 from meshpar.partition.stages import StagedLoss
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
@@ -32,7 +36,7 @@ from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
-from meshpar.train.layer_arrays import LayerArrays, cut_specs, with_stacks
+from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
@@ -166,7 +170,9 @@ class Training:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
         carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
-        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried)
+        # Attention over shards of a row sends them round a ring, which devices of other stages would wait for.
+        more = () if self.ctx.axes("seq") else (with_attention,)
+        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried, *more)
         return StagedLoss(whole, self.ctx, key, product_flops)
 
     def with_named_layers(self) -> Self:
@@ -200,7 +206,7 @@ class Training:
 
         It keeps them if anything but the model and an elementwise optimizer reads them.
         """
-        if not self.has_own_arrays(platform_of(self.mesh) or "cpu") or not self.update.is_elementwise:
+        if not self.update.is_elementwise or not self._reads_layers_alone:
             return None
         strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
         state_params = self.update.state_params
@@ -209,6 +215,34 @@ class Training:
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
+
+    @cached_property
+    def attention(self) -> list[Found]:
+        """The attention of a user's own model: what a core computes, and what is left as it is written, and why."""
+        return rewritten(self._traced_loss)[1] if self.is_of_whole_arrays and self.ctx.manual else []
+
+    def check_context(self) -> None:
+        """Raises ConfigError if `parallel.context` has no effect on a user's own model."""
+        if self.ctx.activation_dims is None or self.ctx.parallel.context is None or any(x.band for x in self.attention):
+            return
+        found = "".join(f"\n  {one}" for one in self.attention) or ": meshpar recognizes no attention in this loss"
+        raise ConfigError(f"parallel.context has no effect{found}\n  no parallel.context, or meshpar.attention.attend")
+
+    @property
+    def _traced_loss(self) -> ClosedJaxpr:
+        key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
+        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
+        return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
+
+    @property
+    def _reads_layers_alone(self) -> bool:
+        """Whether the step computes the layers of a stack without a loop."""
+        on = platform_of(self.mesh) or "cpu"
+        if not (self.is_of_whole_arrays and self.ctx.manual):
+            return self.has_own_arrays(on)
+        if on != "cpu" or not has_stacks(self.specs):
+            return False
+        return unrolls(self._traced_loss.jaxpr, on)
 
     @property
     def _with_own_arrays(self) -> Self:
@@ -233,7 +267,7 @@ class Training:
 
     def _objective(self, loss: Loss, pipeline: Pipeline | None) -> Objective:
         if self.is_of_whole_arrays:
-            loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried)
+            loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
         return Objective(loss, self.key or (lambda step: None), self.frozen, pipeline)
 
     @cached_property
@@ -247,7 +281,7 @@ class Training:
             what = "meshpar's own layers, and a loss for local shards, move activations by collectives of their own"
             raise ConfigError(f"{what}; meshpar inspect lists them")
         ctx = replace(self.ctx, manual=True, num_microbatches=1, strict=False)
-        loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried)
+        loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried, with_attention)
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
         batch = jax.eval_shape(with_rows, self.batch)
         structs = (self.placement.params, self.placement.carried)
@@ -374,14 +408,23 @@ class Training:
         def init_others(params: Any, key: jax.Array) -> tuple[Any, Any]:
             trained = without(params, self.placement.frozen)
             opt_state = self.update.tx.init(trained)
-            carried = self.init_carried(key)
+            with self._of_the_model():
+                carried = self.init_carried(key)
             carried = carried | zeros(error_feedback) if error_feedback else carried
             if slices is None:
                 return opt_state, carried
             own = slices.initial(trained, opt_state, carried)
             return slices.local.outer.build().init(trained), {SLICES: own}
 
-        return compile_init(self.init, init_others, self.placement, self.seed, options, given)
+        def init(key: jax.Array) -> Any:
+            with self._of_the_model():
+                return self.init(key)
+
+        return compile_init(init, init_others, self.placement, self.seed, options, given)
+
+    def _of_the_model(self) -> AbstractContextManager[None]:
+        """The context in which a user's init is traced: it may need the mesh."""
+        return tracing(replace(self.ctx, manual=False)) if self.is_of_whole_arrays else nullcontext()
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

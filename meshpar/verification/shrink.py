@@ -18,7 +18,8 @@ def shrink(run: Run) -> Run:
     """Returns the run with a tiny model in float64, on at most eight devices if its axes allow that.
 
     These do not change: the axes of the mesh, the dims that they shard, whether a device has one or several elements of
-    a dim, groups of query heads, tied embeddings, padding, dropout, remat, accumulation, optimizer and lowering.
+    a dim, groups of query heads, tied embeddings, separate or joined documents, padding, dropout, remat, accumulation,
+    optimizer and lowering.
     """
     layout = {axis: 2 if size == -1 else size for axis, size in run.mesh.sizes.items()}
     sizes = {axis: size * (run.mesh.dcn.sizes[axis] if run.mesh.dcn else 1) for axis, size in layout.items()}
@@ -36,7 +37,12 @@ def shrink(run: Run) -> Run:
     vocab_size = vocabulary.size if vocabulary else run.data.vocab_size
     changes = {
         "model": model,
-        "data": Synthetic(batch_size=batch_size, seq_len=scale.small_seq_len, vocab_size=vocab_size),
+        "data": Synthetic(
+            batch_size=batch_size,
+            seq_len=scale.small_seq_len,
+            vocab_size=vocab_size,
+            documents_in_row=run.data.documents_in_row,
+        ),
         "mesh": mesh,
         "num_microbatches": num_microbatches,
         "parallel": parallel,

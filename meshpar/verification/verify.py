@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -20,6 +21,7 @@ from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.prepare import prepare
 from meshpar.mesh.join import share
 from meshpar.mesh.layout import MeshLayout, describe_sizes
+from meshpar.progress import busy
 from meshpar.train.training import Training
 from meshpar.verification.batches import token_batch
 from meshpar.verification.compare import Comparison, compare, without_gradient
@@ -85,10 +87,11 @@ def verify(subject: Run | Training | Path | str, batches: Batches | None = None)
 
 
 def _verify(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Verification:
-    checker = _Checker(training, batches)
-    rows = list(checker.rows())
-    if not rows[0].is_equal and all(row.is_equal for row in rows[1:] if row.axes != CHECKPOINT):
-        rows += checker.pairs()
+    with busy("training on the mesh, on one device, and on one axis at a time", quiet=True) as show:
+        checker = _Checker(training, batches, show)
+        rows = list(checker.rows())
+        if not rows[0].is_equal and all(row.is_equal for row in rows[1:] if row.axes != CHECKPOINT):
+            rows += checker.pairs()
     undecided = tuple(path for path, elements in checker.undecided.items() if elements.any())
     draws = training.key is not None
     verification = Verification(checker.sizes, shrunk, tuple(rows), undecided, draws)
@@ -98,11 +101,16 @@ def _verify(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, A
 
 
 class _Checker:
-    """Compares layouts with a reference on one device, which runs once."""
+    """Compares layouts with a reference on one device, which runs once.
 
-    def __init__(self, training: Training, batches: Batches):
+    Args:
+      show: called with a line about each layout when it has run.
+    """
+
+    def __init__(self, training: Training, batches: Batches, show: Callable[[str], None] = lambda line: None):
         self.training = training
         self.batches = batches
+        self.show = show
         self.half = len(batches) // 2
         self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
         # State such as batch statistics passes from one microbatch to the next, so it depends on their number.
@@ -110,7 +118,9 @@ class _Checker:
         if training.ctx.number_format:  # the gradient of weights is scaled by the tokens of a microbatch
             num_microbatches = training.ctx.num_passes
         plain = Trial(training.on(mesh=_mesh({}), manual=False, num_microbatches=num_microbatches))
+        began = time.perf_counter()
         self.reference = plain.run(plain.start(), batches)[1]
+        show(f"one device, the reference: {time.perf_counter() - began:.1f} s")
         self.undecided = without_gradient(self.reference)
 
     def rows(self) -> Iterator[Row]:
@@ -152,10 +162,13 @@ class _Checker:
         return self._row(describe_sizes(sizes), axes, lambda: self._run(self._trial(sizes)))
 
     def _row(self, name: str, axes: tuple[str, ...], run: Callable[[], Comparison]) -> Row:
+        began = time.perf_counter()
         try:
-            return Row(name, axes, run())
+            row = Row(name, axes, run())
         except Exception as error:  # the layout is at fault, since the reference did not fail
-            return Row(name, axes, None, _message(error))
+            row = Row(name, axes, None, _message(error))
+        self.show(f"{name}: {'equal' if row.is_equal else 'not equal'}, {time.perf_counter() - began:.1f} s")
+        return row
 
     def _run(self, trial: Trial) -> Comparison:
         return self._compare(trial.run(trial.start(), self.batches)[1], 0)

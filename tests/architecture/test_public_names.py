@@ -119,3 +119,9 @@ def test_each_module_is_imported_from_meshpar_as_before():
     code = "from meshpar import chaos, cost; import meshpar.cli; print(meshpar.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == f"{importlib.metadata.version('meshpar')}\n", done.stderr
+
+
+def test_each_name_resolves_in_a_process_that_imported_nothing_else():
+    """A lazily imported name must not depend on what was imported before."""
+    code = "import meshpar; [getattr(meshpar, name) for name in sorted(meshpar.__all__)]"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -31,6 +31,7 @@ import typer
 from meshpar import cli, federated
 from meshpar.experiment.config import load
 from meshpar.experiment.prepare import prepare
+from tests.xla import FLAGS
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -139,13 +140,16 @@ def shell() -> dict[str, str]:
 
 
 def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
-    """What each block prints, run in order in one process with `folder` as the working directory."""
+    """What each block prints, run in order in one process with `folder` as the working directory.
+
+    XLA compiles quickly, as in the other tests. A reader's XLA optimizes, which changes no figure that a page shows.
+    """
     (folder / "configs").symlink_to(ROOT / "configs")
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, page],
         input=json.dumps([(b.language, b.line, b.code, b.num_lines) for b in program]),
         cwd=folder,
-        env=shell(),
+        env=shell() | {"XLA_FLAGS": FLAGS},
         capture_output=True,
         text=True,
     )

@@ -34,3 +34,22 @@ def written(folder: Path) -> None:
                 file.write_table(table)
             ids = [token for text in some for token in (0, *tokenizer.encode(text), tokenizer.eos)]
             np.save(folder / f"{prefix}-ids" / f"{half}.npy", np.asarray(ids, np.uint16))
+
+
+def write_llama(folder: Path, value: float = 1.0) -> None:
+    """Writes the smallest Llama as Hugging Face does; each weight is `value`."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "rms_norm_eps": 1e-6,
+              "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
+              "max_position_embeddings": 64, "torch_dtype": "float32"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    layer = {"self_attn.q_proj": (8, 8), "self_attn.k_proj": (8, 8), "self_attn.v_proj": (8, 8),
+             "self_attn.o_proj": (8, 8), "mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16),
+             "input_layernorm": (8,), "post_attention_layernorm": (8,)}  # fmt: skip
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,), "lm_head.weight": (32, 8)}
+    weights = {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -58,16 +59,20 @@ def data(run: Run) -> str:
     return hashlib.sha256(repr([{k: x.tolist() for k, x in sorted(b.items())} for b in batches]).encode()).hexdigest()
 
 
-def loop(run: Run) -> str:
+def loop(run: Run, **arguments: Any) -> str:
     """What `fit` gives to the loop, to the checkpoints and to the records of a run; nothing is compiled or trained."""
     given: dict[str, Any] = {}
+
+    def trained(state: Any) -> Any:
+        given["signals"] = getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "")
+        return state
 
     def spied(name: str) -> Callable[..., Any]:
         made = getattr(actions, name)
 
         def spy(*args: Any, **more: Any) -> Any:
-            given[name] = [x for x in (*args, *more.values()) if isinstance(x, (int, float, str, Config, tuple))]
-            return SimpleNamespace(fit=lambda state: state) if name == "Loop" else made(*args, **more)
+            given[name] = [x for x in (*args, *more.values()) if isinstance(x, (int, float, str, Config, tuple, Path))]
+            return SimpleNamespace(fit=trained) if name == "Loop" else made(*args, **more)
 
         return spy
 
@@ -78,9 +83,9 @@ def loop(run: Run) -> str:
             patches.enter_context(patch.object(actions, name, spied(name)))
         patches.enter_context(patch.object(Prepared, "compile_step", lambda self: SimpleNamespace(text="")))
         patches.enter_context(patch.object(Prepared, "compile_init", lambda self: lambda: SimpleNamespace(step=0)))
-        fit(run.model_copy(update={"run_dir": Path(folder) / run.run_dir.name}), json=True)
+        fit(run.model_copy(update={"run_dir": Path(folder) / run.run_dir.name}), **{"json": True} | arguments)
         files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-        return f"{given} {files}".replace(folder, "")
+        return ADDRESS.sub("", f"{given} {files}".replace(folder, ""))
 
 
 def _shardings(structs: Any) -> dict[str, str]:

@@ -51,7 +51,7 @@ def change(name: str, model: str, lowering: str) -> Change:
     class_name, key = name.split(".")
     section = SECTIONS[class_name]
     base = copy.deepcopy(BASES[model]) | {"lowering": lowering}
-    for around in (class_name, name):
+    for around in (class_name, name, f"{class_name} {model}", f"{class_name} {lowering}"):
         for path, value in AROUND.get(around, {}).items():
             if model != "import" or not path.startswith("model."):
                 _set(base, path, value)
@@ -64,7 +64,11 @@ def change(name: str, model: str, lowering: str) -> Change:
     if name == "Run.lowering":
         after = {key: {"manual": "auto", "auto": "manual"}[lowering]}
     path = f"{section.path}.{key}".removeprefix(".")
-    return Change(path, _with(base, section, before), _with(base, section, after))
+    runs = _with(base, section, before), _with(base, section, after)
+    if model == "import":  # it reads tokens alone, so that documents of a row are not separate
+        for run, value in zip(runs, ("joined", "separate" if key == "documents_in_row" else "joined"), strict=True):
+            run["data"] = run["data"] | {"documents_in_row": value}
+    return Change(path, *runs)
 
 
 def _is_first(section: Section, key: str) -> bool:

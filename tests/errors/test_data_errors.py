@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from meshpar.errors import DataError
-from meshpar.train.data import Data, Synthetic, Text
+from meshpar.train.data import Arrow, Data, Jsonl, Numpy, Parquet, Synthetic, Text
 from tests.command import Said
 from tests.sources import write_tokenizer
 
@@ -80,6 +80,23 @@ there is no data to train on:
   data.glob = '**/*.md'
     matches no file below 'corpus'
     data.glob='**/*.txt' matches 2"""
+    )
+
+
+@pytest.mark.parametrize("kind", [Jsonl, Parquet, Arrow, Numpy])
+def test_a_glob_beside_a_single_file_is_refused(folder: Path, kind):
+    """It would select nothing. A file may have any name, which the default glob need not match."""
+    assert Jsonl(path="corpus/a.txt").files() == [Path("corpus/a.txt")]
+    more = {"tokenizer": {"kind": "ids", "vocab_size": 9, "bos": 0}} if kind is Numpy else {}
+    with pytest.raises(DataError) as error:
+        kind(path="corpus/a.txt", glob="a*", **more).files()
+    assert (
+        str(error.value)
+        == """\
+there is no data to train on:
+  data.glob = 'a*'
+    selects files below a folder, and data.path = 'corpus/a.txt' is a file
+    remove it, or data.path='corpus'"""
     )
 
 

@@ -98,7 +98,7 @@ meshpar: these prompts cannot be answered:
     "no run": (["empty", "--prompt", "a"], "meshpar: empty is no checkpoint, and holds none\n"),
     "a model of the user's own": (
         ["config.yaml", "model={kind: import, target: my.model:build}", "--prompt", "a"],
-        "meshpar: model.kind = import: only meshpar's own decoders can cache the keys and values of tokens\n",
+        "meshpar: my.model:build was not permitted to be imported; see meshpar --import\n",
     ),
     "a misspelt key": (
         ["config.yaml", "mesh.tenser=2", "--prompt", "a"],

@@ -40,7 +40,7 @@ the parts of this config do not fit each other:
         """\
 the parts of this config do not fit each other:
   lowering
-    auto: GSPMD chooses the communication, so overlap has no effect
+    auto: GSPMD chooses the communication, so parallel.tensor.overlap would have no effect
     lowering=manual""",
     ),
     "both at once": (

@@ -145,9 +145,21 @@ LOSSES = {
         lambda p, b, key: jax.lax.with_sharding_constraint(b["x"], P("dp")).mean() * p["w"].sum(),
         "the model is sharded over an axis 'dp', but the mesh has replica, data, ",
     ),
-    "an explicit sharding": (
-        lambda p, b, key: jnp.einsum("ab,b->a", b["x"], p["w"], out_sharding=P("data")).mean(),
-        "the model passes out_sharding to a JAX function, which needs a mesh of explicit axes",
+    "an explicit sharding over an axis of another mesh": (
+        lambda p, b, key: jnp.einsum("ab,b->a", b["x"], p["w"], out_sharding=P("dp")).mean(),
+        "(<lambda>): the model is sharded over an axis 'dp', but the mesh has replica, data, ",
+    ),
+    "an explicit sharding with an axis twice": (
+        lambda p, b, key: jax.sharding.reshard(b["x"], P("tensor", "tensor")).mean() * p["w"].sum(),
+        "(<lambda>): a sharding has the axis 'tensor' for two dims; leave one of them whole: None",
+    ),
+    "an explicit sharding that does not divide": (
+        lambda p, b, key: jax.sharding.reshard(b["x"], P(None, "data")).mean() * p["w"].sum(),
+        "into",
+    ),
+    "explicit shardings that disagree": (
+        lambda p, b, key: (jax.sharding.reshard(b["x"], P("tensor")) * b["x"]).mean() * p["w"].sum(),
+        "(<lambda>): in JAX's explicit mode mul got incompatible shardings",
     ),
 }
 

@@ -31,6 +31,7 @@ from meshpar.serve.http.errors import ApiError
 from meshpar.train.data import Arrow, Jsonl, Numpy, Parquet, TokenizerFile
 from tests.config.keys import PLAIN
 from tests.damage import at_most
+from tests.effect.files import write_llama
 from tests.fuzz.test_fuzz import SEEDS
 from tests.fuzz.values import scalar, value
 from tests.sources import write_tokenizer
@@ -181,21 +182,8 @@ def signed_case(saved: Path, folder: Path) -> Callable[[random.Random], str]:
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from safetensors.numpy import save_file
-
     folder = tmp_path_factory.mktemp("hf") / "model"
-    folder.mkdir()
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "rms_norm_eps": 1e-6,
-              "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
-              "max_position_embeddings": 64, "torch_dtype": "float32"}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | sizes))
-    layer = {"self_attn.q_proj": (8, 8), "self_attn.k_proj": (8, 8), "self_attn.v_proj": (8, 8),
-             "self_attn.o_proj": (8, 8), "mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16),
-             "input_layernorm": (8,), "post_attention_layernorm": (8,)}  # fmt: skip
-    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,), "lm_head.weight": (32, 8)}
-    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    write_llama(folder)
     return folder
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.partition.partitioned import partitioned
+
 RNG = np.random.default_rng(0)
 KEY = 7
 
@@ -53,6 +55,11 @@ def looped(w, x, s):
         return h, h.sum(-1)
 
     return lax.scan(body, s, x)
+
+
+def stored(cache, x, index):
+    """Writes a token into each row of a cache; an index beyond the last one is the last one."""
+    return jax.vmap(lambda cache, x, i: lax.dynamic_update_slice(cache, x, (i, jnp.int32(0))))(cache, x, index)
 
 
 def bag(table, index):
@@ -202,7 +209,10 @@ OPERATIONS: dict[str, list[Case]] = {
         (lambda t, i: t[jnp.arange(4), i], (X, ints(8, 4))),
         (lambda t, i: t[:, i], (X, ints(8, 4))),
     ],
-    "scatter": [(lambda t, x, i: t.at[i].set(x), (X, floats(2, 8), np.array([3, 0], np.int32)))],
+    "scatter": [
+        (lambda t, x, i: t.at[i].set(x), (X, floats(2, 8), np.array([3, 0], np.int32))),
+        (stored, (floats(4, 8, 2), floats(4, 1, 2), ints(12, 4))),
+    ],
     "scatter-add": [
         (lambda t, x, i: t.at[i].add(x), (X, floats(4, 8), ints(4, 4))),
         (bag, (floats(4, 8), ints(9, 4))),
@@ -229,6 +239,11 @@ OPERATIONS: dict[str, list[Case]] = {
     "custom_vjp_call": [
         (clipped, (X, floats(4, 8))),
         (lambda x, y: clipped(x, jnp.broadcast_to(y, x.shape)), (X, floats(8))),
+    ],
+    "partitioned": [
+        (partitioned("b s d, d -> b s d", lambda x, y: x * y), (ROWS.transpose(0, 2, 1), X[0])),
+        (partitioned("a b, b c -> a c", jnp.matmul, summed=["b"]), (X, floats(8, 4))),
+        (jax.vmap(partitioned("a, a -> a", jnp.multiply), in_axes=(1, None)), (X, X[:, 0])),
     ],
     "optimization_barrier": [(lambda x: lax.optimization_barrier(x * 2), (X,))],
     "scan": [

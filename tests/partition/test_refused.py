@@ -66,7 +66,7 @@ def test_an_operation_without_a_rule_is_refused_with_its_line():
 @pytest.mark.parametrize(
     ("spec", "what"),
     [
-        (jax.sharding.PartitionSpec("data", "data"), "duplicate entries for `data`"),
+        (jax.sharding.PartitionSpec("data", "data"), "a sharding has the axis .data. for two dims; leave one"),
         (jax.sharding.PartitionSpec("rows"), "an axis 'rows', but the mesh has"),
     ],
 )

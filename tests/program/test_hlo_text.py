@@ -30,6 +30,9 @@ EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))
         ("mesh['a'=4,'b'=2] {'a'}", EVENS),
         ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
         ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", EVENS),
+        ("mesh['a'=8] {'a':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=4,'b'=2] {'a':(2)2,'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=4,'b'=2] {'b','a':(1)2}", ((0, 4, 1, 5), (2, 6, 3, 7))),
         ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,2,2]T(1,0,2)) {'a'}", ((0, 4, 2, 6), (1, 5, 3, 7))),
     ],
 )
@@ -40,7 +43,7 @@ def test_each_printed_form_of_groups_is_read(text, groups):
 
 @pytest.mark.parametrize(
     "text",
-    ["mesh['a'=8] {'a':(1)2}", "mesh['a'=4], device_ids=(3,2,1,0) {'a'}", "[2,4]", "{{0,1},{2,3}", "{{}}", "{{0,8}}"],
+    ["mesh['a'=8] {'a':2}", "mesh['a'=4], device_ids=(3,2,1,0) {'a'}", "[2,4]", "{{0,1},{2,3}", "{{}}", "{{0,8}}"],
 )
 def test_unknown_forms_of_groups_raise(text):
     with pytest.raises(ProgramError):

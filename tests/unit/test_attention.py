@@ -190,3 +190,10 @@ def test_a_small_run_for_verify_has_the_core_of_the_run():
     assert Auto().reference(128, 16) == Blocks(block_size=16)
     assert Reference().reference(4096, 16) == Reference()
     assert Blocks(block_size=512).reference(512, 16) == Blocks(block_size=16)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 8, 100, 5000])
+@pytest.mark.parametrize("seq", [1, 5, 128, 1000])
+def test_the_number_of_visible_pairs_is_that_of_their_list(seq, window):
+    grid = block_pairs.BlockGrid(seq, 7)
+    assert block_pairs.num_visible_pairs(grid, window) == len(block_pairs.visible_pairs(grid, 0, window))

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from meshpar.inspection.program.compiling import compiling
+from tests.waiting import read_until
 
 WARNING = "W0101 [SPMD] Involuntary full rematerialization. {}\n"
 
@@ -24,6 +25,23 @@ def test_warnings_are_collected_and_all_else_is_passed_on(capfd):
         write("before\n" + WARNING.format("one") + "after")
     assert warnings == [WARNING.format("one").strip()]
     assert capfd.readouterr().err == "before\nafter"
+
+
+def test_on_a_terminal_a_line_replaces_the_bar_that_is_there():
+    """XLA's messages do not stand in a spinner or a progress bar, which is drawn again below them."""
+    terminal, end = os.openpty()
+    stderr = os.dup(2)
+    os.dup2(end, 2)
+    try:
+        write("a bar")
+        with compiling():
+            write("W0000 absl\n")
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(end)
+    assert read_until(terminal, b"absl\r\n") == b"a bar\r\x1b[2KW0000 absl\r\n"
+    os.close(terminal)
 
 
 def test_warnings_after_compiling_are_not_collected(capfd):

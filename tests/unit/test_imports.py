@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from meshpar import generate
 from meshpar.experiment import actions
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 from meshpar.planning.machine import EFFICIENCY
+from meshpar.serve.open_engine import open_engine
+from meshpar.serve.source import open_source
+from meshpar.train.program import on_host
 from meshpar.tree import human_flops
+from tests.serve.client import serving
 
 MODULE = """
 import flax.linen as nn
@@ -155,7 +163,7 @@ def number():
 """
 CONFIG = """\
 model: {kind: import, target: own_model:Own}
-data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 8}
+data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 8, documents_in_row: joined}
 optim: {kind: adamw, lr: 1e-2}
 mesh: {data: 2, fsdp: 2, tensor: 2}
 rules: {preset: [fsdp, megatron], unnamed: []}
@@ -257,6 +265,43 @@ def test_an_imported_model_whose_flops_cannot_be_counted_trains_without_mfu(mesh
     why = "dot_general: in a while loop, which may run any number of times"
     assert (code, output) == (0, f"meshpar: MFU is not recorded, as the model's operations cannot be counted: {why}\n")
     assert "mfu" not in (Path("run") / "metrics.jsonl").read_text()
+
+
+def test_an_imported_model_generates_and_is_served(meshpar):
+    """Its tokens are those of a greedy loop in plain Flax; it has no cache, so each token recomputes its row."""
+    assert meshpar("train", "config.yaml", "--json")[0] == 0
+    generated = generate("run", [[3, 5], [7]], max_tokens=4)
+    source = open_source(Path("run"))
+    engine = open_engine(source, slots=2)
+    params = on_host(engine._params)
+    own = importlib.import_module("own_model").Own()
+    for prompt, completion in zip(([3, 5], [7]), generated.completions, strict=True):
+        row = list(prompt)
+        for _ in range(4):
+            row.append(int(own.apply({"params": params}, jnp.array([row]))[0, -1].argmax()))
+        assert completion.tokens == row[len(prompt) :]
+    assert "each token recomputes its row, without a cache" in str(generated)
+    assert "each token recomputes its row, without a cache" in str(engine)
+
+    async def ask() -> str:
+        async with serving(engine, source) as client:
+            return (await client.complete([3, 5], max_tokens=4, temperature=0)).json["choices"][0]["text"]
+
+    assert asyncio.run(ask()) == generated.texts[0]
+    code, output = meshpar("generate", "run", "--prompt", "3 5", "--max-tokens", "4", "--ngrams", "2")
+    assert code == 2
+    assert "ngrams\n    a model of your own decodes one token at a time\n    leave it out" in output
+
+
+def test_an_imported_model_with_statistics_does_not_generate(meshpar):
+    batch_norm = ["model.arguments={batch_norm: true}", "loss=own_model:normed"]
+    assert meshpar("train", "config.yaml", *batch_norm, "--json")[0] == 0
+    code, output = meshpar("generate", "run", "--prompt", "3 5")
+    assert (code, output) == (
+        2,
+        "meshpar: own_model:Own has state that the forward changes: batch_stats; a model generates from its parameters"
+        " alone\n",
+    )
 
 
 def test_batch_statistics_need_a_loss_that_returns_them(meshpar):

@@ -59,7 +59,14 @@ def test_bos_and_eos_are_named_or_customary_or_added(tmp_path: Path):
     assert plain.decode([plain.bos, *plain.encode("a mesh")]) == "a mesh"
 
 
-SAID = [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": False}, {"bos_token": "<open>"}]
+SAID = [
+    {},
+    {"add_bos_token": True},
+    {"add_bos_token": False},
+    {"add_eos_token": False},
+    {"add_eos_token": True},
+    {"bos_token": "<open>"},
+]
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -115,3 +122,14 @@ def test_a_lone_surrogate_is_no_text(file: TokenizerFile):
     for tokenizer in (Bytes(), file):
         with pytest.raises(DataError, match="the text is not valid Unicode: surrogates not allowed at character 1"):
             tokenizer.encode("a\ud800")
+
+
+def test_a_file_on_which_the_library_panics_is_refused(tmp_path: Path):
+    """A panic of Rust code is no `Exception`."""
+    path = tmp_path / "tokenizer.json"
+    write_tokenizer(path)
+    data = json.loads(path.read_text())
+    data["model"]["continuing_subword_prefix"] = "longer than any token"
+    path.write_text(json.dumps(data))
+    with pytest.raises(DataError, match="is not a tokenizer: "):
+        TokenizerFile(path=str(path)).encode("a mesh")

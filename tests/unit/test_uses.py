@@ -121,7 +121,7 @@ def test_explain_says_what_updates_each_parameter_of_an_imported_model(optim, ke
     user_code.permit("tests.effect.own:build", None)
     run = Run(
         model={"kind": "import", "target": "tests.effect.own:build"},
-        data={"kind": "synthetic", "vocab_size": 320, "batch_size": 8, "seq_len": 8},
+        data={"kind": "synthetic", "vocab_size": 320, "batch_size": 8, "seq_len": 8, "documents_in_row": "joined"},
         optim=optim | {"lr": 1e-3}, mesh={"data": 2}, num_steps=2, run_dir="unused", lowering="auto",
     )  # fmt: skip
     updates = explain(run).updates

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from contextlib import contextmanager
 
 import jax
 import pytest
@@ -32,8 +35,15 @@ def test_verify_exits_with_1_if_it_finds_a_fault(monkeypatch):
     assert report["rows"][0]["compared"]["first"]["how"] == "exactly 8x"
 
 
-def test_a_parameter_whose_gradient_is_only_rounding_is_not_compared():
+def test_a_parameter_whose_gradient_is_only_rounding_is_not_compared(monkeypatch):
     """A bias of the keys changes no attention weight, so its gradient is rounding, of which Lion takes the sign."""
+    lines = []
+
+    @contextmanager
+    def shown(what, quiet):
+        yield lines.append
+
+    monkeypatch.setattr(sys.modules[verify.__module__], "busy", shown)
     run = Run(
         model=GPT(num_layers=1, hidden_size=16, num_heads=2, intermediate_size=32, dropout=0.1),
         data=Synthetic(batch_size=8, seq_len=16),
@@ -47,6 +57,10 @@ def test_a_parameter_whose_gradient_is_only_rounding_is_not_compared():
     proof = verify(run)
     assert proof.is_equal, str(proof)
     assert proof.undecided == ("blocks.attn.k.bias",)
+    assert [re.sub(r"[\d.]+ s$", "", line) for line in lines] == [
+        "one device, the reference: ",
+        *(f"{row.name}: equal, " for row in proof.rows),
+    ]
     assert str(proof).splitlines()[-3:] == [
         "not compared, because the gradient is zero except for rounding: parameters of blocks.attn.k.bias",
         "",

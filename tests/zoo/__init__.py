@@ -28,6 +28,7 @@ class Zoo:
       carried: key -> the state that the forward changes; None if there is none.
       draws: whether the loss draws random numbers from its key.
       dims: path glob -> a name for each dim of the parameters, where the model does not declare names itself.
+      axes: the model's own name of a mesh axis -> meshpar's, for a model that names mesh axes instead of dims.
       rules: axes of the dims that have names of the model's own. Standard names follow the presets of a layout.
     """
 
@@ -39,6 +40,7 @@ class Zoo:
     draws: bool = False
     dims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    axes: Mapping[str, str] = field(default_factory=dict)
 
 
 NAMES = (
@@ -71,6 +73,8 @@ NAMES = (
     "convnext",
     "gemma",
 )
+EXPLICIT = ("explicit_gemma", "explicit_llada", "explicit_llama")
+"""Models for JAX's explicit mode. They say which axes shard their parameters and activations."""
 
 
 def _build(name: str) -> Zoo:

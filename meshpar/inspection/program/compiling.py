@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 _WARNING = b"Involuntary full rematerialization"
 _END = b"\0\n"
+_ERASE = b"\r\x1b[2K"
+"""Clears the line of a terminal in which a spinner or a progress bar is, which is drawn again below the text."""
 _turn = threading.RLock()
 
 
@@ -57,6 +59,7 @@ def _forward(receive: int, stderr: int, warnings: list[str], finished: threading
 
     It continues to the end of the pipe, because a process that was started in between may still write to it.
     """
+    before = _ERASE if os.isatty(stderr) else b""
     with open(receive, "rb", buffering=0) as pipe:
         rest = b""
         while received := pipe.read(1 << 16):
@@ -66,7 +69,7 @@ def _forward(receive: int, stderr: int, warnings: list[str], finished: threading
                 if _WARNING in line:
                     warnings.append(text.decode(errors="replace"))
                 else:
-                    os.write(stderr, text if text != line else line + b"\n")
+                    os.write(stderr, (before + text if text else b"") if text != line else before + line + b"\n")
                 if text != line:
                     finished.set()
     os.close(stderr)

@@ -20,7 +20,7 @@ _LISTED = re.compile(r"\{((?:\{[\d, ]+\},?\s*)+)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 MESH = r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
 """A regular expression for the mesh that XLA prints before groups and shardings; `named_mesh` reads its match."""
-_MESH_GROUPS = re.compile(MESH + r" ?\{(?P<axes>(?:'[^':]+',? ?)*)\}$")
+_MESH_GROUPS = re.compile(MESH + r" ?\{(?P<axes>(?:'[^':]+'(?::\(\d+\)\d+)?,? ?)*)\}$")
 _FORM = r"\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\}"
 
 
@@ -49,12 +49,15 @@ def parse_groups(text: str, num_devices: int) -> Groups:
 
     Args:
       text: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'a'}`, the same with
-        `, device_ids=([4,2]T(1,0))` after the bracket, or `{}` for one group of all devices.
+        `, device_ids=([4,2]T(1,0))` after the bracket; `'b':(2)2` for the part of an axis that has size 2 below parts
+        of size 2; or `{}` for one group of all devices.
 
     Raises:
-      ProgramError: the text has another form, such as a mesh with parts of axes.
+      ProgramError: the text has another form.
 
     >>> parse_groups("[2,2]<=[2,2]T(1,0)", 4)
+    ((0, 2), (1, 3))
+    >>> parse_groups("mesh['a'=4] {'a':(1)2}", 4)
     ((0, 2), (1, 3))
     """
     if text == "{}":
@@ -66,11 +69,33 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     if match := _MESH_GROUPS.match(text):
         # A group for each index of the axes that are not named. Within a group the first named axis varies slowest.
         sizes, devices = named_mesh(match)
-        axes = re.findall(r"'([^']+)'", match["axes"])
+        sizes, axes = _split(sizes, re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match["axes"]))
         order = [list(sizes).index(axis) for axis in (*(name for name in sizes if name not in axes), *axes)]
         grid = devices.reshape(list(sizes.values())).transpose(order)
         return _rows(grid.reshape(-1, math.prod(sizes[axis] for axis in axes)))
     raise ProgramError(f"replica groups of an unknown form: {text}")
+
+
+def _split(sizes: dict[str, int], parts: list[tuple[str, str, str]]) -> tuple[dict[str, int], list[str]]:
+    """The mesh with each axis cut into the parts that groups name, and the names of these parts.
+
+    Args:
+      parts: (axis, product of the sizes of the parts before, size); without sizes the whole axis.
+    """
+    cuts: dict[str, set[int]] = {axis: {1, size} for axis, size in sizes.items()}
+    for axis, before, size in parts:
+        cuts[axis] |= {int(before or 1), int(before or 1) * int(size or sizes[axis])}
+    bounds = {axis: sorted(found) for axis, found in cuts.items()}
+    split = {
+        f"{axis}/{low}": high // low for axis, found in bounds.items() for low, high in itertools.pairwise(found)
+    } | {f"{axis}/1": 1 for axis, size in sizes.items() if size == 1}
+    named = [
+        f"{axis}/{low}"
+        for axis, before, size in parts
+        for low in bounds[axis][:-1]
+        if int(before or 1) <= low < int(before or 1) * int(size or sizes[axis])
+    ]
+    return split, named
 
 
 def spanned_axes(groups: Groups, mesh: AnyMesh) -> tuple[str, ...]:

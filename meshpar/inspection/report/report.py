@@ -27,6 +27,7 @@ class Report:
       updates: path -> what updates the parameter, as text.
       drawn: whether the text draws the arrays.
       activations: the activations of a partitioned model that a forward pass moves; None if they are not reported.
+      attention: what computes each attention of a partitioned model.
     """
 
     arrays: Mapping[str, Placement]
@@ -36,6 +37,7 @@ class Report:
     updates: Mapping[str, str] = field(default_factory=dict)
     drawn: bool = False
     activations: tuple[MovedValue, ...] | None = None
+    attention: tuple[str, ...] = ()
 
     def only(self, glob: str) -> Report:
         """The report on the arrays whose paths match a glob, with a picture of each.
@@ -63,6 +65,7 @@ class Report:
             "host_bytes_per_device": self.host,
             "selected": dict(self.selected),
             **({} if self.activations is None else {"activations": [one.as_json() for one in self.activations]}),
+            **({"attention": list(self.attention)} if self.attention else {}),
         }
 
     def __str__(self) -> str:
@@ -83,7 +86,7 @@ class Report:
         if self.host:
             lines += ["and in its host's memory", f"  {'optimizer':<12}{human_bytes(self.host):>12}"]
         if self.activations is not None:
-            lines += ["", *activation_lines(self.activations)]
+            lines += ["", *activation_lines(self.activations), *self.attention]
         return "\n".join(lines)
 
     def _update(self, path: str) -> dict[str, str]:

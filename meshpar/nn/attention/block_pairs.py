@@ -64,6 +64,12 @@ class BlockGrid:
         return np.concatenate([self.start(pairs) + first, pairs * self.size + first], axis=1).astype(np.int32)
 
 
+def all_pairs(grid: BlockGrid) -> np.ndarray:
+    """All pairs of blocks, in the order of `visible_pairs`: int64[pair, 2]."""
+    blocks = range(grid.num_blocks)
+    return np.array([(q, k) for q in blocks for k in reversed(blocks)])
+
+
 def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:
     """All pairs of blocks in which some query attends to some key.
 
@@ -89,3 +95,14 @@ def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) ->
     pairs = np.array([(q, k) for q in range(last + 1) for k in range(min(q + before, last), -1, -1)]).reshape(-1, 2)
     nearest = chunks_apart * grid.seq_len + (pairs[:, 0] - pairs[:, 1]) * grid.size - (grid.size - 1)
     return pairs[nearest < window] if isinstance(window, int) else pairs
+
+
+def num_visible_pairs(grid: BlockGrid, window: Any = None) -> int:
+    """How many pairs `visible_pairs` has, for rows of any length.
+
+    >>> num_visible_pairs(BlockGrid(384, 128), window=100), num_visible_pairs(BlockGrid(2**31, 128))
+    (5, 140737496743936)
+    """
+    blocks = grid.num_blocks
+    distances = min(blocks, -(-(window + grid.size - 1) // grid.size)) if isinstance(window, int) else blocks
+    return distances * blocks - distances * (distances - 1) // 2

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
-from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
+from meshpar.nn.attention.block_pairs import BlockGrid, num_visible_pairs
 from meshpar.nn.attention.core import Window, documents, known_window
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
@@ -52,7 +52,7 @@ class Blocks(Config):
     def describe(self, setting: Setting) -> str:
         """Says which scores it computes for a row."""
         grid = BlockGrid(setting.seq_len, self.block_size)
-        num_pairs = len(visible_pairs(grid, 0, setting.window))
+        num_pairs = num_visible_pairs(grid, setting.window)
         return f"blocks: {num_pairs} of {grid.num_blocks**2} pairs of blocks of {grid.size} tokens"
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:

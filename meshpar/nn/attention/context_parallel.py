@@ -23,8 +23,9 @@ from meshpar.nn.attention.core import Core, Window, documents, known_window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
-from meshpar.parallel.context import ParallelContext, manual
+from meshpar.parallel.context import ParallelContext, current, manual
 from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.tensor import SEQ
 
 HEADS = 2
@@ -43,18 +44,38 @@ def across_shards(
     axes = ctx.axes("seq") if ctx else ()
     if ctx is None or not axes:
         return core(q, k, v, positions, segments, window)
-    context = ctx.parallel.attention
-    group = context.exchange(ctx.shards("seq"))
-    exchange = Exchange(axes, ctx.shards("seq"), group)
+    return over_axes(core, q, k, v, positions, segments, window, axes, ctx.sequence), None
+
+
+def over_axes(
+    core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+    positions: Any, segments: Any, window: Window, axes: Axes, layout: SequenceLayout, is_causal: bool = True,
+) -> Float[Array, "B S H h"]:  # fmt: skip
+    """Attention of rows that are sharded over `axes`, in this layout, as `parallel.context` declares it.
+
+    Args:
+      positions: as `Core` gets them; None if each row is one document.
+    """
+    ctx = current()
+    context = (ctx.parallel if ctx else Parallel()).attention
+    num_devices = math.prod(map(lax.axis_size, axes))
+    group = context.exchange(num_devices)
+    exchange = Exchange(axes, num_devices, group)
     segments = None if segments is None else exchange.whole(segments)
     q, k, v = exchange.to_heads(q, k, v)
-    if ctx.sequence.num_shards == 1:
-        out, _ = core(q, k, v, exchange.whole(positions), segments, window)
+    if layout.num_shards == 1 and is_causal:
+        whole = in_order(q) if positions is None else exchange.whole(positions)
+        out, _ = core(q, k, v, whole, segments, window)
     else:
-        tables = _tables(core, ctx.sequence, q.shape[SEQ], window)
+        tables = _tables(core, layout, q.shape[SEQ], window, is_causal)
         shards = Shards(tables, axes, group, gathers=context.kind == "all_gather")
         out = in_blocks(shards, q, k, v, documents(segments, q), window)
-    return exchange.to_tokens(out), None
+    return exchange.to_tokens(out)
+
+
+def in_order(q: Float[Array, "B S H h"]) -> Int[Array, "B S"]:
+    """The positions of tokens whose rows are one document each."""
+    return jnp.broadcast_to(jnp.arange(q.shape[SEQ], dtype=jnp.int32), q.shape[: SEQ + 1])
 
 
 def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) -> None:
@@ -108,10 +129,11 @@ def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, win
     return f"{how}; the busiest device computes {most:.2f} times an equal share of the needed scores"
 
 
-def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window) -> ShardTables:
+def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window, is_causal: bool = True) -> ShardTables:
     """The tables for shards of `tokens` tokens. A core without blocks computes chunks whole."""
     length = tokens // layout.chunks.shape[1]
-    return ShardTables(layout, BlockGrid(length, getattr(core, "block_size", length)), known_window(window))
+    grid = BlockGrid(length, getattr(core, "block_size", length))
+    return ShardTables(layout, grid, known_window(window), is_causal)
 
 
 @dataclass(frozen=True)

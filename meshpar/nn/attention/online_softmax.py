@@ -55,6 +55,7 @@ class Meeting(NamedTuple):
     Args:
       q: already divided by the square root of head_dim.
       window: how many tokens a query attends to, including its own; None for all up to its own.
+      is_causal: whether a query attends only to tokens up to its own; else to all.
     """
 
     q: Float[Array, "B S H h"]
@@ -63,6 +64,7 @@ class Meeting(NamedTuple):
     queries: Tokens
     keys: Tokens
     window: Int[Array, ""] | None
+    is_causal: bool = True
 
 
 class Softmax(NamedTuple):
@@ -202,11 +204,13 @@ def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
 def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
     of_queries = met.queries.block(pair[0], grid)
     of_keys = met.keys.block(pair[1], grid)
-    visible = causal_window(of_queries.index, of_keys.index, met.window)
+    visible = of_queries.segments[:, :, None] == of_keys.segments[:, None, :]
+    if met.is_causal:
+        visible &= causal_window(of_queries.index, of_keys.index, met.window)
     if grid.is_ragged:
         place = jnp.arange(grid.size, dtype=jnp.int32)
         visible &= (place >= pair[2] - pair[0])[:, None] & (place >= pair[3] - pair[1])
-    return visible & (of_queries.segments[:, :, None] == of_keys.segments[:, None, :])
+    return visible
 
 
 def masked_scores(

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshpar.nn.attention.block_pairs import BlockGrid, visible_pairs
+from meshpar.nn.attention.block_pairs import BlockGrid, all_pairs, visible_pairs
 from meshpar.nn.attention.core import needed_scores
 from meshpar.parallel.sequence import SequenceLayout
 
@@ -30,6 +30,7 @@ class ShardTables:
       layout: which tokens each shard holds.
       grid: the blocks of a chunk.
       window: how many tokens a query attends to, if all layers agree; else None.
+      is_causal: whether a query attends only to tokens up to its own; else to all.
 
     >>> tables = ShardTables(SequenceLayout(4, is_zigzag=True), BlockGrid(8, 4))
     >>> tables.hops, [len(table) for table in tables.tables]
@@ -41,6 +42,7 @@ class ShardTables:
     layout: SequenceLayout
     grid: BlockGrid
     window: int | None = None
+    is_causal: bool = True
 
     @cached_property
     def _apart(self) -> np.ndarray:
@@ -48,6 +50,8 @@ class ShardTables:
         chunks = self.layout.chunks
         shard = np.arange(len(chunks))
         met = chunks[(shard - shard[:, None]) % len(chunks)]
+        if not self.is_causal:
+            return np.zeros((len(chunks), *chunks.shape, chunks.shape[1]), int)
         # All distances of at least `far` give the same table, and so do all keys after the queries.
         far = 1 if self.window is None else -(-(self.window - 1) // self.grid.seq_len) + 1
         return np.clip(chunks[:, :, None] - met[:, :, None, :], -1, far)
@@ -71,7 +75,9 @@ class ShardTables:
     def _table(self, apart: np.ndarray) -> np.ndarray:
         rows = [np.empty((0, 4), np.int32)]
         for (q, k), distance in np.ndenumerate(apart):
-            if distance >= 0:
+            if not self.is_causal:
+                rows.append(self.grid.rows(all_pairs(self.grid), (q, k)))
+            elif distance >= 0:
                 pairs = visible_pairs(self.grid, int(distance), self.window)
                 on_diagonal = (pairs[:, 0] == pairs[:, 1]) & (distance == 0) & (self.halves is not None)
                 rows.append(self.grid.rows(pairs[~on_diagonal], (q, k)))
@@ -84,7 +90,7 @@ class ShardTables:
         None for short rows on one device, which take more time on CPUs with a second loop over small blocks.
         """
         is_short = self.layout.num_shards == 1 and self.grid.num_blocks < MANY_BLOCKS
-        if self.grid.is_ragged or is_short:
+        if self.grid.is_ragged or is_short or not self.is_causal:
             return None
         return BlockGrid(self.grid.size, -(-self.grid.size // 2))
 
@@ -116,9 +122,10 @@ class ShardTables:
 
     @property
     def needed(self) -> Fraction:
-        """The part of the computed scores that causal attention needs."""
+        """The part of the computed scores that attention needs."""
         seq_len = self.grid.seq_len * self.layout.chunks.size
-        return Fraction(needed_scores(seq_len, self.window)) / int(self.scores.sum())
+        needed = needed_scores(seq_len, self.window) if self.is_causal else Fraction(seq_len**2)
+        return needed / int(self.scores.sum())
 
     def by_length(self, hops: Sequence[int]) -> dict[int, list[int]]:
         """Groups the tables that these hops need by length: number of rows -> indices in `tables`."""

@@ -219,7 +219,7 @@ def _attend_forward(shards: Shards, q, k, v, segments, window):
         k, v, theirs = of_shard
 
         def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
-            return extend(grid, state, Meeting(q, k, v, queries, keys, window), pairs)
+            return extend(grid, state, Meeting(q, k, v, queries, keys, window, shards.tables.is_causal), pairs)
 
         return shards.run(hop, hops, queries, theirs, run, state), ()
 
@@ -247,7 +247,9 @@ def _attend_backward(shards: Shards, saved, grad):
         k, v, theirs = of_shard
 
         def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
-            return add_gradients(grid, grads, known, Meeting(q, k, v, queries, keys, window), pairs)
+            return add_gradients(
+                grid, grads, known, Meeting(q, k, v, queries, keys, window, shards.tables.is_causal), pairs
+            )
 
         of_q, *added = shards.run(hop, hops, queries, theirs, run, (of_q, zeros(k), zeros(v)))
         return of_q, tuple(added)

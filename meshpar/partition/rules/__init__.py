@@ -24,3 +24,5 @@ for family in (elementwise, contraction, reduction, shape, indexing, random, who
     RULES |= family.RULES
 for family in (constraints, loops, calls, derivatives):
     RULES |= family.RULES
+for name, key in constraints.FOLLOWING.items():
+    RULES[name] = constraints.following(RULES[name], key)

@@ -13,7 +13,7 @@ from meshpar.parallel.data import gathering_again
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
-from meshpar.partition.rules.rule import Rule
+from meshpar.partition.rules.rule import Rule, signed
 
 
 def inlined(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -79,6 +79,7 @@ def callback(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
 
 
 RULES: dict[str, Rule] = {
+    "partitioned": signed(lambda eqn: eqn.params["signature"]),
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "custom_lin"), inlined),
     **dict.fromkeys(("remat2", "remat", "checkpoint"), remat),
     "optimization_barrier": barrier,

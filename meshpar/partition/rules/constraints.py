@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import Problems, ShardingError
 from meshpar.mesh.varying import Axes
-from meshpar.partition.layout import count
-from meshpar.partition.plan import Scope
+from meshpar.partition.layout import Layout, count
+from meshpar.partition.plan import Deferred, Placed, Scope
 from meshpar.partition.rules.rule import Rule
 
 
@@ -26,9 +26,46 @@ def sharding_constraint(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
 
 
 def reshard(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
-    """JAX's change of an explicit sharding. One without axes leaves the value as it is."""
-    axes = tuple(over or () for over in _declared(scope, eqn, eqn.params["dst_sharding"]))
-    return [replace(scope.settled(nodes[0], axes, scope.source(eqn)))] if any(axes) else nodes
+    """JAX's change of an explicit sharding. One to automatic axes leaves the value as it is."""
+    sharding = eqn.params["dst_sharding"]
+    if not _is_explicit(sharding) or _is_stored(scope, nodes[0].layout, _declared(scope, eqn, sharding)):
+        return nodes
+    return [_settled(scope, eqn, sharding, nodes[0])]
+
+
+def following(rule: Rule, key: str) -> Rule:
+    """The rule of an operation whose result has the explicit sharding that its parameter `key` declares, if it does.
+
+    A value that depends on no data is made where it is used, in the layout of that use, whatever it declares. JAX types
+    the results of all other operations too. Those types follow from the declared ones, and declare nothing.
+    """
+
+    def followed(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+        results = rule(scope, eqn, nodes)
+        sharding = eqn.params.get(key)
+        if sharding is None or not _is_explicit(sharding):
+            return results
+        return [x if isinstance(x, Deferred) else _settled(scope, eqn, sharding, x) for x in results]
+
+    return followed
+
+
+def _settled(scope: Scope, eqn: Any, sharding: Any, node: Any) -> Placed:
+    if sharding.spec.unreduced:  # the sum stays pending, as the planner leaves sums
+        return node
+    axes = tuple(over or () for over in _declared(scope, eqn, sharding))
+    return replace(scope.settled(node, axes, scope.source(eqn)))
+
+
+def _is_explicit(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
+
+
+def _is_stored(scope: Scope, layout: Layout, declared: Sequence[Axes | None]) -> bool:
+    """Whether a parameter is stored as it is declared. It is gathered by its first use, not here."""
+    stored = dict(layout.stored)
+    own = [{*over, *stored.get(i, ())} for i, over in enumerate(layout.axes)]
+    return bool(stored) and own == [{*(over or ())} for over in declared]
 
 
 def _declared(scope: Scope, eqn: Any, sharding: Any) -> list[Axes | None]:
@@ -65,3 +102,10 @@ def _declared(scope: Scope, eqn: Any, sharding: Any) -> list[Axes | None]:
 
 
 RULES: dict[str, Rule] = {"sharding_constraint": sharding_constraint, "reshard": reshard}
+FOLLOWING = {
+    "dot_general": "out_sharding",
+    "reduce_sum": "out_sharding",
+    "reshape": "sharding",
+    "convert_element_type": "sharding",
+}
+"""Operations whose results may be declared -> the parameter that declares it."""

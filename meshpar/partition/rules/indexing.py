@@ -120,11 +120,13 @@ def _scattered(eqn: Any) -> tuple[Any, Any, Any, Any, dict[int, Any]]:
     windows = [d for d in range(operand.ndim) if d not in removed]
     window_sizes = {d: updates.shape[i] for d, i in zip(windows, numbers.update_window_dims, strict=True)}
     looked_up = {d: ("index", d) for d in numbers.scatter_dims_to_operand_dims if window_sizes.get(d, 1) == 1}
+    # A window of the whole dim begins at 0, as that of a cache's heads, unless an index out of bounds drops it.
+    stays = eqn.params["mode"] != Mode.FILL_OR_DROP
     table: list[Any] = [None] * operand.ndim
     for d in range(operand.ndim):
         if d in looked_up:
             table[d] = looked_up[d]
-        elif window_sizes.get(d) == operand.shape[d] and d not in numbers.scatter_dims_to_operand_dims:
+        elif window_sizes.get(d) == operand.shape[d] and (d not in numbers.scatter_dims_to_operand_dims or stays):
             table[d] = ("window", d)
     rows: list[Any] = [("row", i) for i in range(indices.ndim - 1)]
     for d, i in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):

@@ -5,19 +5,26 @@ What a loop carries has one layout in all iterations: the body is planned until 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 from meshpar.mesh.varying import Axes
+from meshpar.parallel.context import platform
+from meshpar.parallel.unrolling import is_unrolled
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Deferred, Placed, Scope
-from meshpar.partition.program import Use, gathering_again_in
+from meshpar.partition.program import Use
 from meshpar.partition.rules.rule import Rule
+from meshpar.partition.segments import differentiable
 from meshpar.partition.source import Source
 
+REMAT = {"remat2", "remat", "checkpoint"}
 ROUNDS = 4
 """How often a body is planned with the layouts that it returned; then its results move to those that it got."""
 
@@ -113,8 +120,11 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     num_fixed = len(arguments)
     arguments += [used_as(scope, node, layout) for node, layout in zip(starts, carried, strict=True)]
     arguments += [x.use for x in scanned]
-    run = gathering_again_in(body.scope.program, scope.ctx)
+    program = body.scope.program
+    run = program.run if scope.is_derivative else differentiable(program, scope.ctx)
     num_given = sum(isinstance(one, Placed) for one in consts)
+    weights = sum(math.prod(one.layout.shape) for one in scanned)
+    unrolled = _is_unrolled(params, weights, platform())
 
     def compute(*shards: Any) -> list[Any]:
         fixed = shards[:num_fixed]
@@ -124,16 +134,45 @@ def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
             return found[:num_carry], found[num_carry:]
 
         start = list(shards[num_fixed : num_fixed + num_carry])
-        last, stacked = lax.scan(
-            iterate, start, list(shards[num_fixed + num_carry :]), length=params["length"], reverse=params["reverse"],
-            unroll=params["unroll"],
-        )  # fmt: skip
+        rows = list(shards[num_fixed + num_carry :])
+        if unrolled:
+            last, stacked = _in_order(iterate, start, rows, params["length"], params["reverse"])
+        else:
+            last, stacked = lax.scan(
+                iterate, start, rows, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+            )
         return [*last, *stacked]
 
     stacks = [_stacked(one.layout, params["length"]) for one in results]
     return scope.step(
         compute, arguments, [*carried, *stacks], scope.source(eqn), ((body.scope.program, params["length"]),)
     )
+
+
+def unrolls(jaxpr: Any, on: str | None) -> bool:
+    """Whether a program has a loop over layers that it computes without a loop on this platform."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            sizes = [v.aval.size // eqn.params["length"] for v in eqn.invars[sum(scan_counts(eqn.params)) :]]
+            if _is_unrolled(eqn.params, sum(sizes), on):
+                return True
+        elif any(unrolls(inner, on) for inner in jaxprs_in_params(eqn.params)):
+            return True
+    return False
+
+
+def _is_unrolled(params: Mapping[str, Any], weights: int, on: str | None) -> bool:
+    recomputes = any(eqn.primitive.name in REMAT for eqn in params["jaxpr"].eqns)
+    return params["unroll"] == 1 and is_unrolled(on, weights, params["length"], recomputes)
+
+
+def _in_order(iterate: Callable[..., Any], carry: Any, rows: list[Any], length: int, is_reversed: bool) -> Any:
+    """A scan without a loop. What the backward needs of an iteration is never stacked."""
+    parts = [[jnp.squeeze(part, 0) for part in lax.split(x, [1] * length)] for x in rows]
+    found: list[Any] = [None] * length
+    for i in reversed(range(length)) if is_reversed else range(length):
+        carry, found[i] = iterate(carry, [part[i] for part in parts])
+    return carry, [jnp.stack(ys) for ys in zip(*found, strict=True)]
 
 
 def _constant(scope: Scope, node: Any, source: Source) -> Any:

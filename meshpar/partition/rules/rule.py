@@ -24,8 +24,12 @@ def signed(signature: Callable[[Any], Signature]) -> Rule:
 
 
 def bind(eqn: Any, *shards: jax.Array, **changes: Any) -> list[jax.Array]:
-    """The operation of an equation on local shards, with changes to its parameters."""
-    results = eqn.primitive.bind(*shards, **(eqn.params | changes))
+    """The operation of an equation on local shards, with changes to its parameters.
+
+    A declared sharding is of the whole result; `constraints.following` follows it.
+    """
+    local = {key: None for key in ("sharding", "out_sharding") if key in eqn.params}
+    results = eqn.primitive.bind(*shards, **(eqn.params | local | changes))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax import lax
 from meshpar.mesh.varying import Axes
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.plan import Deferred, Placed, Scope
+from meshpar.partition.program import Use
 from meshpar.partition.rules.rule import Rule, bind, dims, same, signed
 from meshpar.partition.signature import Call, Signature
 
@@ -147,9 +150,16 @@ def split(eqn: Any) -> Signature:
     return Signature((labels,), (labels,) * len(eqn.outvars), same(eqn))
 
 
-def concatenate(eqn: Any) -> Signature:
-    labels = dims(eqn.outvars[0].aval, eqn.params["dimension"])
-    return Signature((labels,) * len(eqn.invars), (labels,), same(eqn))
+def concatenate(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """Layers that are parameters of their own stay in shards when they are stacked for a loop, which gathers them."""
+    dim = eqn.params["dimension"]
+    layouts = [node.layout for node in nodes]
+    stored = layouts[0].stored
+    if stored and all(one.stored == stored for one in layouts) and dim not in dict(stored) and not layouts[0].axes[dim]:
+        layout = replace(layouts[0], shape=tuple(eqn.outvars[0].aval.shape))
+        return scope.step(partial(bind, eqn), [Use(node.register) for node in nodes], [layout], scope.source(eqn))
+    labels = dims(eqn.outvars[0].aval, dim)
+    return scope.operation(eqn, Signature((labels,) * len(eqn.invars), (labels,), same(eqn)), nodes)
 
 
 def stack(eqn: Any) -> Signature:
@@ -210,7 +220,7 @@ RULES: dict[str, Rule] = {
     "squeeze": signed(squeeze),
     "slice": signed(slice_),
     "split": signed(split),
-    "concatenate": signed(concatenate),
+    "concatenate": concatenate,
     "stack": signed(stack),
     "unstack": signed(unstack),
     "tile": tile,

@@ -24,6 +24,7 @@ from meshpar.serve.http.errors import HANDLERS, ApiError
 from meshpar.serve.http.metrics import Metrics
 from meshpar.serve.http.replies import Stream, complete, usage
 from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape
+from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Service
 from meshpar.serve.source import Source
@@ -43,6 +44,7 @@ class Endpoints:
       service: computes the answers.
       source: the model and its tokenizer.
       name: the name of the model.
+      vocab_size: the ids of the model are below it.
       template: the chat template; None if the model has none.
       token: the bearer token that clients must send; None if there is none.
       hosts: the values of the header Host that are accepted. A page of another site whose name was made to resolve to
@@ -53,6 +55,7 @@ class Endpoints:
     metrics: Metrics
     source: Source
     name: str
+    vocab_size: int
     template: ChatTemplate | None = None
     token: str | None = None
     hosts: Sequence[str] = ("*",)
@@ -146,7 +149,7 @@ class Endpoints:
 
     def _max_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         """Checks a prompt. Returns the largest number of tokens of its answer, by default as many as fit."""
-        vocab_size = self.source.model.vocab_size
+        vocab_size = self.vocab_size
         longest = self.service.scheduler.capacity.max_len
         if not prompt:
             raise ApiError(400, "prompt: is empty; write at least one character", "prompt")
@@ -175,7 +178,7 @@ class Endpoints:
 
 
 def endpoints_of(
-    engine: Engine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)
+    engine: Engine | OwnEngine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)
 ) -> Endpoints:
     """The endpoints of a model whose programs are compiled.
 
@@ -186,7 +189,7 @@ def endpoints_of(
     service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics, source.ends)
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
-    return Endpoints(service, metrics, source, name, template, token, hosts)
+    return Endpoints(service, metrics, source, name, engine.vocab_size, template, token, hosts)
 
 
 async def _body(http: HttpRequest) -> bytes:

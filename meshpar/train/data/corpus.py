@@ -162,14 +162,14 @@ class AtPath(Config):
     path: PathText
     """A local file or folder, relative to the working directory."""
     glob: str
-    """The pattern of the files below the folder."""
+    """The pattern of the files below the folder; refused if `path` is a file."""
 
     @property
     def root(self) -> Path:
         return Path(self.path)
 
     def files(self) -> list[Path]:
-        return find_or_take(self.root, self.glob)
+        return find_or_take(self.root, self.glob, type(self).model_fields["glob"].default)
 
 
 class TextCorpus(FileCorpus):

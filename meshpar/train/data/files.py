@@ -34,11 +34,18 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
     return sorted(found, key=Path.as_posix)  # all begin with the folder
 
 
-def find_or_take(path: Path, glob: str) -> list[Path]:
-    """`path` itself if it is a file; otherwise the files below it, see `find`."""
+def find_or_take(path: Path, glob: str, default: str) -> list[Path]:
+    """`path` itself if it is a file; otherwise the files below it, see `find`.
+
+    Raises:
+      DataError: as `find` does; or `path` is a file, and the glob is not the default, so that somebody wrote it.
+    """
     if not os.path.exists(path) or os.path.isdir(path):
         return find(path, glob, what="file or folder")
     problems = Problems()
+    if glob != default:
+        what = f"selects files below a folder, and data.path = {str(path)!r} is a file"
+        problems.add(f"data.glob = {glob!r}", what, f"remove it, or data.path={str(path.parent)!r}")
     _open(path, problems)
     problems.raise_any(DataError, HEADING)
     return [path]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -148,14 +149,13 @@ class TokenizerFile(Config):
     def _encode_all(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             _utf8(text, "strict")  # the library would raise a TypeError
-        try:
+        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
             encoded = library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises no narrower type
-            raise DataError(f"cannot be encoded by {self.path}: {error}") from None
         return [np.array(one.ids, np.uint32) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._library.decode([i for i in ids if i <= self._last])
+        with _failing_as(lambda error: DataError(f"cannot be decoded by {self.path}: {error}")):
+            return self._library.decode([i for i in ids if i <= self._last])
 
     @property
     def opening(self) -> tuple[int, ...]:
@@ -163,7 +163,8 @@ class TokenizerFile(Config):
 
         As in transformers, `add_bos_token` in `tokenizer_config.json` changes nothing where there is this file.
         """
-        encoded = self._library.encode("a")
+        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
+            encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
 
@@ -244,11 +245,9 @@ def _open(path: str, modified_ns: int, size: int) -> tuple[Any, int]:
         from tokenizers import Tokenizer as Library
     except ImportError:
         raise missing_extra("a tokenizer file", "tokenizers") from None
-    try:
+    fix = "use a tokenizer.json that the tokenizers library has written"
+    with _failing_as(lambda error: _unusable(f"tokenizer = {path!r}", f"is not a tokenizer: {error}", fix)):
         library = Library.from_file(path)
-    except Exception as error:  # the library raises no narrower type
-        fix = "use a tokenizer.json that the tokenizers library has written"
-        raise _unusable(f"tokenizer = {path!r}", f"is not a tokenizer: {error}", fix) from None
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True
@@ -265,6 +264,18 @@ def _with_special(library: Any) -> Any:
     copy = type(library).from_str(library.to_str())
     copy.encode_special_tokens = False
     return copy
+
+
+@contextmanager
+def _failing_as(refusal: Callable[[BaseException], DataError]) -> Iterator[None]:
+    """Raises a `DataError` for what the library raises, which has no narrower type."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of its Rust code is no `Exception`, and its class is not exported.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise refusal(error) from None
+        raise
 
 
 def missing_extra(what: str, library: str) -> DataError:

@@ -1,0 +1,317 @@
+"""No argument of an entry point is without effect, in Python and on the command line.
+
+Its change shows in what is given to the loop, in answers, in an engine, in files or in what the verb calls; or it is
+refused by name. The arguments are those of the signatures: a new one is walked on the day that it is added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import cache
+from importlib import import_module
+from inspect import Parameter, signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import numpy as np
+import pytest
+
+import meshpar
+from meshpar import MeshLayout, MeshparError, convert
+from meshpar.cli.convert import convert as convert_verb
+from meshpar.cli.generate import generate as generate_verb
+from meshpar.cli.serve import serve as serve_verb
+from meshpar.cli.train import train as train_verb
+from meshpar.config import to_yaml
+from meshpar.experiment.config import Run, load
+from meshpar.serve.generator import Piece
+from meshpar.serve.open_engine import open_engine
+from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.source import Source
+from meshpar.tree import flatten_with_paths
+from tests.effect import fingerprint
+from tests.effect.files import write_llama, written
+from tests.effect.walk import CASES
+
+VALUES: dict[str, Any] = CASES["arguments"]
+AROUND: dict[str, dict[str, Any]] = CASES["around_arguments"]
+ALL = ["mesh.data=8"]
+CONFIG = {
+    "model": {"kind": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+              "vocab_size": 320},
+    "data": {"kind": "text", "path": "texts", "tokenizer": "tokenizer.json", "batch_size": 8, "seq_len": 16,
+             "held_out_fraction": 0.25},
+    "optim": {"kind": "adamw", "lr": 1e-3}, "mesh": {"data": 8}, "num_steps": 4, "run_dir": "run", "loggers": [],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files(tmp_path_factory):
+    jax.devices()  # a conversion would start JAX with one
+    folder = tmp_path_factory.mktemp("entries")
+    written(folder)
+    (folder / "config.yaml").write_text(json.dumps(CONFIG))
+    (folder / "other.yaml").write_text(json.dumps(CONFIG | {"num_steps": 6}))
+    (folder / "prompts.txt").write_text("c\n")
+    write_llama(folder / "llama")
+    write_llama(folder / "other-llama", 0.5)
+    with pytest.MonkeyPatch.context() as context:
+        context.chdir(folder)
+        convert.from_hf("llama", "converted", ALL)
+        convert.from_hf("other-llama", "other-run", ALL)
+        yield
+    observed.cache_clear()
+
+
+# What an entry point does --------------------------------------------------------------------------------------------
+
+
+def of_fit(run: Run, callbacks: Any = (), **arguments: Any) -> Any:
+    before = {*Path().iterdir()}
+    given = fingerprint.loop(run, callbacks=callbacks, **arguments)
+    made = {*Path().iterdir()} - before
+    for path in made:
+        path.unlink()
+    return given, made
+
+
+def source(run: Run) -> Source:
+    """A model with random weights."""
+
+    def restore(structs: Any) -> Any:
+        rng = np.random.default_rng(0)
+        return jax.tree.map(lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding), structs)
+
+    return Source(run, restore)
+
+
+def opened(path: Path, overrides: Any = ()) -> Source:
+    return source(load(path, overrides))
+
+
+def of_generate(source: Any, prompts: Any, **arguments: Any) -> Any:
+    """What the generator is given, and what becomes of the tokens that it is said to draw; nothing is compiled."""
+    seen: list[Any] = []
+    module = import_module(meshpar.generate.__module__)
+
+    def generator(source: Source, decoding: Any, *drafts: Any) -> Any:
+        def stream(ids: Any, answers: Any) -> Any:
+            seen.append((ids, [vars(answer).copy() for answer in answers]))
+            for row, answer in enumerate(answers):
+                for token in source.tokenizer.encode("is a mesh"):
+                    if not answer.finish:
+                        yield Piece(row, answer.add(int(token)), answer.finish)
+
+        seen.append((source.run, decoding, drafts))
+        return SimpleNamespace(stream=stream, decoding=decoding, turn_s=[0.0], acceptance=None)
+
+    with patch.object(module, "open_source", opened), patch.object(module, "_generator", generator):
+        got = meshpar.generate(source, prompts, **{"show": seen.append} | arguments)
+    return fingerprint.ADDRESS.sub("", f"{seen} {got}")
+
+
+def of_engine(**arguments: Any) -> Any:
+    with ExitStack() as patches:
+        for name in ("compile_prefill", "compile_decode", "compile_verify", "compile_draft"):
+            patches.enter_context(patch.object(PagedDecoding, name, lambda decoding: None))
+        engine = open_engine(**arguments)
+    drafting = getattr(engine.drafter, "decoding", None)
+    sizes = dict(engine.decoding.ctx.mesh.shape)
+    return engine.decoding.model, sizes, engine.decoding.capacity, engine.decoding.num_drafts, repr(drafting)
+
+
+def of_folder(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The folders that a conversion writes: the names of their files, and the parameters."""
+
+    def of(*places: Any, **arguments: Any) -> Any:
+        before = {*Path().iterdir()}
+        run = make(*places, **arguments)
+        (folder,) = {*Path().iterdir()} - before
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors*"))
+        weights = (
+            convert.open_pretrained(folder).paths if run is None else flatten_with_paths(convert.trained(folder)[1])
+        )
+        read = {path: float(np.sum(x)) for path, x in weights.items()} if run else [
+            path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))]  # fmt: skip
+        folder.rename(f"done-{len(before)}")
+        return str(folder), files, read, run and to_yaml(run)
+
+    return of
+
+
+def of_verb(verb: Callable[..., None], spied: tuple[str, ...]) -> Callable[..., Any]:
+    """The calls that a verb makes, with their arguments."""
+
+    def of(**arguments: Any) -> Any:
+        calls: list[Any] = []
+
+        def spy(name: str) -> Any:
+            def called(*given: Any, **more: Any) -> Any:
+                calls.append((name, fingerprint.ADDRESS.sub("", f"{given} {sorted(more.items())}")))
+                return returned.get(name)
+
+            return called
+
+        run = load("config.yaml")
+        returned = {"open_source": SimpleNamespace(run=run), "bind": nullcontext(), "from_hf": run,
+                    "endpoints_of": SimpleNamespace(app=lambda: None, service=None)}  # fmt: skip
+        with ExitStack() as patches:
+            for place in spied:
+                module, _, name = place.rpartition(".")
+                patches.enter_context(patch.object(import_module(module), name, spy(name)))
+            patches.enter_context(patch.object(MeshLayout, "simulate", spy("simulate")))
+            verb(**arguments)
+        return calls
+
+    return of
+
+
+class Entry(NamedTuple):
+    """A function, what it does, and arguments with which it is called first."""
+
+    function: Callable[..., Any]
+    does: Callable[..., Any]
+    base: Callable[[], dict[str, Any]]
+
+
+def of_run(**changes: Any) -> Run:
+    plain = {"kind": "synthetic", "vocab_size": 64, "batch_size": 8, "seq_len": 16, "num_documents": 60,
+             "document_len": 20}  # fmt: skip
+    return Run(**CONFIG | {"data": plain} | changes)
+
+
+SPIED = {
+    "train": ("meshpar.experiment.actions.fit", "meshpar.mesh.join.join", "meshpar.cli.train.use_cache"),
+    "generate_verb": ("meshpar.serve.source.open_source", "meshpar.mesh.join.join", "meshpar.cli.generate.use_cache",
+                      "meshpar.serve.generate.generate", "meshpar.cli.generate.echo"),
+    "serve": ("meshpar.serve.source.open_source", "meshpar.cli.serve.use_cache", "meshpar.serve.http.app.endpoints_of",
+              "meshpar.serve.open_engine.open_engine", "meshpar.serve.http.server.bind",
+              "meshpar.serve.http.server.run"),
+    "convert": ("meshpar.convert.from_hf", "meshpar.convert.to_hf"),
+}  # fmt: skip
+ENTRIES = {
+    "fit": Entry(meshpar.fit, of_fit, lambda: {"run": of_run(), "json": False}),
+    "generate": Entry(
+        meshpar.generate, of_generate,
+        lambda: {"source": opened(Path("config.yaml")), "prompts": ["a <s>"], "max_tokens": 8},
+    ),
+    "open_engine": Entry(open_engine, of_engine, lambda: {"source": opened(Path("config.yaml")), "max_len": 64}),
+    "from_hf": Entry(
+        convert.from_hf, of_folder(convert.from_hf), lambda: {"folder": "llama", "run_dir": "made", "overrides": ALL}
+    ),
+    "to_hf": Entry(convert.to_hf, of_folder(convert.to_hf), lambda: {"source": "converted", "folder": "made"}),
+    "train": Entry(train_verb, of_verb(train_verb, SPIED["train"]), lambda: {"config": Path("config.yaml")}),
+    "generate_verb": Entry(
+        generate_verb, of_verb(generate_verb, SPIED["generate_verb"]),
+        lambda: {"source": Path("config.yaml"), "prompt": ["a"]},
+    ),
+    "serve": Entry(serve_verb, of_verb(serve_verb, SPIED["serve"]), lambda: {"source": Path("config.yaml")}),
+    "convert": Entry(
+        convert_verb, of_verb(convert_verb, SPIED["convert"]), lambda: {"run": Path("made"), "from_hf": Path("llama")}
+    ),
+}  # fmt: skip
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "fit.run": lambda: of_run(num_steps=5),
+    "fit.callbacks": lambda: (print,),
+    "generate.source": lambda: source(of_run(data=CONFIG["data"], mesh={"data": 4, "fsdp": 2}, rules=["fsdp"])),
+    "generate.draft": lambda: opened(Path("other.yaml")),
+    "generate.show": lambda: lambda piece: None,
+    "open_engine.source": lambda: source(of_run(data=CONFIG["data"], mesh={"data": 4, "fsdp": 2}, rules=["fsdp"])),
+    "open_engine.draft": lambda: opened(Path("other.yaml")),
+}
+"""Values that are no plain data."""
+CASES_OF = [(entry, argument) for entry in ENTRIES for argument in signature(ENTRIES[entry].function).parameters]
+
+
+def another(entry: str, parameter: Parameter, before: Any) -> Any:
+    """Another legal value of an argument."""
+    name = f"{entry}.{parameter.name}"
+    if name in OBJECTS:
+        return OBJECTS[name]()
+    if name in VALUES or parameter.name in VALUES:
+        value = VALUES.get(name, VALUES.get(parameter.name))
+        return Path(value) if "Path" in str(parameter.annotation) and isinstance(value, str) else value
+    value = parameter.default if before is None else before
+    if isinstance(value, bool):
+        return not value
+    assert isinstance(value, int | float), f"cases.yaml has no other value of {name}: add one to arguments"
+    return 2 * value + 1
+
+
+@cache
+def observed(entry: str, argument: str, changed: bool) -> Any:
+    """What the entry point does before or after the change; the message, if it is refused."""
+    function, does, base = ENTRIES[entry]
+    arguments = base() | AROUND.get(f"{entry}.{argument}", {})
+    if changed:
+        parameter = signature(function).parameters[argument]
+        arguments[argument] = another(entry, parameter, arguments.get(argument))
+    try:
+        return does(**arguments)
+    except MeshparError as error:
+        return f"refused: {error}" if argument in str(error).replace("-", "_") else f"without its name: {error}"
+
+
+def before(entry: str, argument: str) -> Any:
+    """Arguments that need nothing beside them share one observation."""
+    return observed(entry, argument if f"{entry}.{argument}" in AROUND else "", False)
+
+
+def assert_effect(entry: str, argument: str) -> None:
+    plain = before(entry, argument)
+    changed = observed(entry, argument, True)
+    assert not str(plain).startswith("refused"), plain
+    assert not str(changed).startswith("without its name")
+    assert changed != plain
+
+
+@pytest.mark.parametrize(("entry", "argument"), CASES_OF)
+def test_an_argument_has_an_effect_or_is_refused_by_name(entry, argument):
+    assert_effect(entry, argument)
+
+
+@pytest.mark.parametrize("entry", ["fit", "generate", "open_engine", "train"])
+def test_the_same_arguments_do_the_same(entry):
+    assert ENTRIES[entry].does(**ENTRIES[entry].base()) == before(entry, "")
+
+
+# Controls ------------------------------------------------------------------------------------------------------------
+
+DROPPED = {
+    ("generate", "top_p"): lambda real: lambda **more: real(**more | {"top_p": 1.0}),
+    ("open_engine", "chunk"): lambda real: lambda **more: real(**more | {"chunk": 128}),
+}
+"""Arguments that a planted fault drops on their way to the class of this name."""
+PLACES = {"generate": "meshpar.serve.generate.Sampling", "open_engine": "meshpar.serve.open_engine.Capacity"}
+
+
+@pytest.mark.parametrize(("entry", "argument"), DROPPED)
+def test_control_an_argument_that_is_dropped_is_found(entry, argument, monkeypatch):
+    module, _, name = PLACES[entry].rpartition(".")
+    real = getattr(import_module(module), name)
+    observed.cache_clear()
+    monkeypatch.setattr(import_module(module), name, DROPPED[entry, argument](real))
+    with pytest.raises(AssertionError):
+        assert_effect(entry, argument)
+    observed.cache_clear()
+
+
+def test_control_an_argument_of_tomorrow_is_walked(monkeypatch):
+    """It is tried with another value of its type, or its value is asked for."""
+
+    def fit(run, *, json=False, later: bool = False, strategy: str = "a"):
+        return meshpar.fit(run, json=json)
+
+    monkeypatch.setitem(ENTRIES, "fit", ENTRIES["fit"]._replace(
+        function=fit, does=lambda run, json, later=False: of_fit(run, json=json)))  # fmt: skip
+    observed.cache_clear()
+    with pytest.raises(AssertionError):
+        assert_effect("fit", "later")
+    with pytest.raises(AssertionError, match=r"cases.yaml has no other value of fit.strategy"):
+        assert_effect("fit", "strategy")
+    observed.cache_clear()
