@@ -201,9 +201,9 @@ def training(
         first = made.init
         made = replace(made, carried={STALE: made.specs}, init_carried=lambda key: {STALE: first(key)})
     _ = made.placement
-    made.check_context()
     if made.pipeline:
         made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
+    made.check_context()
     return made
 
 

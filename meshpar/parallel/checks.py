@@ -91,6 +91,9 @@ def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems) -> No
         problems.add("parallel.pipeline", what, "model.manual=false, or parallel.pipeline=null")
     elif ctx.schedule:
         ctx.schedule.check(num_stages, problems)
+        if ctx.parallel.context:
+            what = "stages gather whole rows for attention: in a ring they would wait for devices of other stages"
+            problems.add("parallel.context", what, "no parallel.context, or parallel.pipeline=null")
     elif ctx.manual and num_stages > 1 and not is_local:
         what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
         fix = "parallel.pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline"

@@ -35,12 +35,18 @@ _Blocks = list[dict[str, int]]
 """For each block, in order: its name of each of its parameters -> the argument of the loss."""
 
 
-def sunk(closed: ClosedJaxpr, num_params: int) -> ClosedJaxpr:
-    """The same program, with what is made of parameters alone (a cast, a transpose) just before its first use."""
+def sunk(closed: ClosedJaxpr, num_params: int, num_batch: int) -> ClosedJaxpr:
+    """The same program in another order.
+
+    What is made of parameters alone (a cast, a transpose) stands just before its first use. Small values that depend on
+    no parameter and no batch (random keys, counts) stand first, each of them once: the key of block i is often the i-th
+    of an array, which is another operation in each block.
+    """
+    small = _small_first(closed.jaxpr, num_params + num_batch)
     of = closed.jaxpr
     params, data = {*of.invars[:num_params]}, {*of.invars[num_params:], *of.constvars}
     producer: dict[Var, Any] = {}
-    for eqn in of.eqns:
+    for eqn in small:
         read = {v for v in eqn.invars if not is_literal(v)}
         if read and not read & data and not eqn.effects:
             producer |= dict.fromkeys(eqn.outvars, eqn)
@@ -58,7 +64,7 @@ def sunk(closed: ClosedJaxpr, num_params: int) -> ClosedJaxpr:
                 emit(producer[v])
         eqns.append(eqn)
 
-    for eqn in of.eqns:
+    for eqn in small:
         if not any(v in producer for v in eqn.outvars):
             emit(eqn)
     for v in of.outvars:
@@ -66,6 +72,43 @@ def sunk(closed: ClosedJaxpr, num_params: int) -> ClosedJaxpr:
             emit(producer[v])
     jaxpr = Jaxpr(of.constvars, of.invars, of.outvars, eqns, of.effects, debug_info=of.debug_info)
     return ClosedJaxpr(jaxpr, closed.consts)
+
+
+SMALL = 64
+"""The most numbers of a value that stands before the blocks. Larger ones would take the memory of all blocks."""
+
+
+def _small_first(of: Jaxpr, num_others: int) -> list[Any]:
+    """The operations, with those on small values that depend on none of the first arguments first, each once."""
+    known: dict[Any, Any] = {v: v for v in (*of.invars[num_others:], *of.constvars)}
+    first, others, made = [], [], {}
+    returned = {v for v in of.outvars if not is_literal(v)}
+    for eqn in of.eqns:
+        is_small = all(_size(v.aval) <= SMALL for v in eqn.outvars) and not eqn.effects
+        if not is_small or not all(is_literal(v) or v in known for v in eqn.invars):
+            others.append(eqn)
+            continue
+        invars: list[Any] = [v if is_literal(v) else known[v] for v in eqn.invars]
+        read = tuple((repr(v.val), str(v.aval)) if is_literal(v) else v for v in invars)
+        params = tuple((name, repr(x) if _is_plain(x) else id(x)) for name, x in eqn.params.items())
+        key = (eqn.primitive, params, read)
+        if key in made and not returned & {*eqn.outvars}:
+            known.update(zip(eqn.outvars, made[key].outvars, strict=True))
+            continue
+        made[key] = eqn.replace(invars=invars)
+        known.update((v, v) for v in eqn.outvars)
+        first.append(made[key])
+    return [
+        *first,
+        *(e.replace(invars=[v if is_literal(v) else known.get(v, v) for v in e.invars]) for e in others),
+    ]
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a parameter's text says all of it: it holds no program, no function and no array."""
+    if isinstance(x, (tuple, list)):
+        return all(map(_is_plain, x))
+    return x is None or isinstance(x, (bool, int, float, str, np.dtype, type))
 
 
 def blocks(closed: ClosedJaxpr, paths: Sequence[str], sizes: Sequence[tuple[Any, ...]]) -> Iterator[Stack]:
@@ -260,7 +303,8 @@ class _Sequence:
                 v = slot.first
                 # What depends on no parameter, such as a count of random keys, is computed before: it has no gradient.
                 trained = [x for x in slot.row if not is_literal(x) and x in self.of_params]
-                is_row = slot.kind == "row" or (slot.kind == "made" and slot.place < stop and not trained)
+                is_before = slot.kind == "made" and (slot.place < start or (slot.place < stop and not trained))
+                is_row = slot.kind == "row" or is_before
                 if is_row:
                     if any(self._place(x) >= start for x in trained):
                         return None
@@ -348,8 +392,12 @@ class _Sequence:
         return self.places.get(v, (-1, 0))[0] if not is_literal(v) else -1  # pyright: ignore
 
 
+def _size(aval: Any) -> int:
+    return math.prod(aval.shape)
+
+
 def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
+    return _size(aval) * getattr(aval.dtype, "itemsize", 8)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -371,15 +419,25 @@ def _equal_params(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, (Jaxpr, ClosedJaxpr)):
-        return isinstance(b, type(a)) and _text(a) == _text(b) and _equal_consts(a, b)
+        return isinstance(b, type(a)) and _text(a) == _text(b) and _equal_numbers(a, b)
     if isinstance(a, (tuple, list)):
         return type(a) is type(b) and len(a) == len(b) and all(map(_equal_params, a, b))
     return bool(np.all(a == b))
 
 
-def _equal_consts(a: Any, b: Any) -> bool:
-    mine, theirs = (getattr(x, "consts", ()) for x in (a, b))
-    return all(x is y or np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True))
+def _equal_numbers(a: Any, b: Any) -> bool:
+    return all(x is y or np.array_equal(x, y) for x, y in zip(_numbers(a), _numbers(b), strict=True))
+
+
+def _numbers(jaxpr: Any) -> Iterator[Any]:
+    """All constants and numbers in a program and in those that it contains. Its text shows no constants."""
+    yield from getattr(jaxpr, "consts", ())
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from (v.val for v in eqn.invars if is_literal(v))
+        for value in eqn.params.values():
+            several = value if isinstance(value, (tuple, list)) else (value,)
+            for inner in (one for one in several if isinstance(one, (Jaxpr, ClosedJaxpr))):
+                yield from _numbers(inner)
 
 
 @lru_cache(maxsize=4096)

@@ -90,7 +90,7 @@ def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num
     Raises:
       ShardingError: it has no stack of layers, or a value cannot cross the cut.
     """
-    flat = sunk(flattened(closed), num_params)
+    flat = sunk(flattened(closed), num_params, num_batch)
     stacks = [*scans(flat, [argument.dims for argument in arguments]), *_lists(flat, arguments[:num_params])]
     if not stacks:
         raise ShardingError(_NOTHING)

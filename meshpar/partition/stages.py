@@ -71,7 +71,8 @@ class StagedLoss:
     def _traced(self) -> tuple[ClosedJaxpr, Any]:
         arguments = self._arguments
         with of_whole_arrays(self.ctx):
-            return traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
+            closed, results = traced(self.loss.loss, jax.tree.leaves(arguments), jax.tree.structure(arguments))
+            return self.loss.rewrite(closed), results
 
     @cached_property
     def _cut(self) -> tuple[Cut, Any]:

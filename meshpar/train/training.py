@@ -170,7 +170,9 @@ class Training:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
         carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
-        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried)
+        # Attention over shards of a row sends them round a ring, which devices of other stages would wait for.
+        more = () if self.ctx.axes("seq") else (with_attention,)
+        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried, *more)
         return StagedLoss(whole, self.ctx, key, product_flops)
 
     def with_named_layers(self) -> Self:

@@ -265,6 +265,7 @@ def test_a_users_model_in_stages_is_equal_to_one_device(model, kind, mesh):
     assert difference(model, kind, mesh) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_state_of_random_counts_passes_through_the_microbatches():
     """An NNX model whose dropout draws from counted keys: a step of two microbatches is one of two in turn."""
     zoo = MODELS["lm1b_nnx"]()

@@ -132,6 +132,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
         },
         ConfigError, ["it carries the parameters before the last update, and the loss carries a state of its own"],
     ),
+    "a ring inside of stages": (
+        stacked, {"parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}, context="ring")}, ConfigError,
+        ["parallel.context\n    stages gather whole rows for attention: in a ring they would wait for devices"],
+    ),
     "fewer layers than stages": (
         stacked, {"parallel": Parallel(pipeline={"kind": "interleaved", "num_microbatches": 2, "num_chunks": 4})},
         ScheduleError, ["4 layers cannot be cut into 8 parts (2 stages x 4 chunks)"],
