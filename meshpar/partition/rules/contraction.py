@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from meshpar.partition.plan import Scope
+from meshpar.partition.rules.quantized import in_8_bits
 from meshpar.partition.rules.rule import Rule, bind, same, signed
 from meshpar.partition.signature import Call, Signature
 
@@ -19,6 +22,12 @@ def dot_general(eqn: Any) -> Signature:
     out = (*batch_labels, *(x for x in left if x not in shared), *(x for x in right if x not in shared))
     summed = tuple(left[i] for i in contracting[0])
     return Signature((left, right), (out,), same(eqn), summed=summed)
+
+
+def product(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """A product; in 8 bits where a layer multiplies by its weights, if the context asks for it."""
+    signature = dot_general(eqn)
+    return scope.operation(eqn, in_8_bits(scope, eqn, signature, nodes) or signature, nodes)
 
 
 def _labels(ndim: int, side: int, contracting: Any, batch: Any) -> tuple[Any, ...]:
@@ -74,7 +83,7 @@ def ragged_dot(eqn: Any) -> Signature:
 
 
 RULES: dict[str, Rule] = {
-    "dot_general": signed(dot_general),
+    "dot_general": product,
     "conv_general_dilated": signed(convolution),
     "ragged_dot_general": signed(ragged_dot),
 }

@@ -39,7 +39,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
         for one, again in zip(primal.results, forward.results, strict=False)
     ]
     saved = [one.layout for one in forward.results[len(outs) :]]
-    cotangents = [replace(layout, pending=_copies(layout)) for layout in _floats(outs, outs)]
+    cotangents = [replace(layout, pending=_copies(layout, scope)) for layout in _floats(outs, outs)]
     backward = _Half.planned(scope, traced.backward, [*saved, *cotangents])
     primal.return_in(outs)
     forward.return_in(outs)
@@ -61,9 +61,12 @@ def linear_solve(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     return scope.plan(solve.jaxpr, solve.consts, [*consts, *right])
 
 
-def _copies(layout: Layout) -> tuple[str, ...]:
-    """The axes over which a value is typed as varying, though its copies are equal: its gradients there are parts."""
-    return tuple(sorted(layout.varies - layout.used))
+def _copies(layout: Layout, scope: Scope) -> tuple[str, ...]:
+    """The axes over which a value is typed as varying, though its copies are equal: its gradients there are parts.
+
+    Slices that train alone have values and gradients of their own.
+    """
+    return tuple(sorted(layout.varies - layout.used - {*scope.ctx.slice_axes}))
 
 
 def _is_float(layout: Layout) -> bool:
@@ -79,8 +82,12 @@ def _floats(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
 class _Half:
     """A planned half of a derivative, or the function itself."""
 
-    program: Program
+    scope: Scope
     results: list[Placed]
+
+    @property
+    def program(self) -> Program:
+        return self.scope.program
 
     @classmethod
     def planned(cls, scope: Scope, closed: ClosedJaxpr, ins: Sequence[Layout]) -> _Half:
@@ -88,12 +95,12 @@ class _Half:
         results = inner.plan(closed.jaxpr, closed.consts, [inner.input(layout) for layout in ins])
         placed = [inner.settled(node) for node in results]
         inner.program.outputs = [Use(one.register) for one in placed]
-        return cls(inner.program, placed)
+        return cls(inner, placed)
 
     def return_in(self, layouts: Sequence[Layout], are_gradients: bool = False) -> None:
         """Makes the program return its first results in these layouts, or as gradients of values in them."""
         self.program.outputs[: len(layouts)] = [
-            Use(one.register, layout.axes, layout.varies, _copies(layout) if are_gradients else ())
+            Use(one.register, layout.axes, layout.varies, _copies(layout, self.scope) if are_gradients else ())
             for one, layout in zip(self.results, layouts, strict=False)
         ]
 
