@@ -88,10 +88,6 @@ def test_each_key_has_an_effect_or_is_refused_by_name_elsewhere(case):
 
 IMPORTED = {
     "precision.cache": ({"precision": {"cache": "int8"}}, "precision.cache\n    only meshpar's own decoders can cache"),
-    "precision.matmul": (
-        {"precision": {"matmul": "int8"}},
-        "precision.matmul\n    only meshpar's own layers multiply in 8 bits",
-    ),
     "parallel.context": ({"parallel": {"context": "ring"}}, "parallel.context\n    only meshpar's own attention meets"),
     "parallel.pipeline": (
         {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
