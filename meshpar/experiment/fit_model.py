@@ -86,7 +86,7 @@ def fit_model(
         step, state = _begun(made, saved, records, config, run_dir)
         loop = Loop(
             step, made.lazy_evaluation(), reads, evaluated, records, saved, config, num_steps, log_every, eval_every,
-            early_stopping=early_stopping and EarlyStopping.model_validate(early_stopping),
+            early_stopping=None if early_stopping is None else EarlyStopping.model_validate(early_stopping),
             callbacks=callbacks, max_skipped_steps=max_skipped_steps, check_replicas_every=check_replicas_every,
             signals=received, cursor=cursor_of(run_dir),
         )  # fmt: skip

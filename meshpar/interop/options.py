@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -110,7 +110,7 @@ class Options:
         freeze = self.freeze
         if self.lora:
             freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
-        return frozen_until(freeze, specs, self.num_steps or math.inf) if freeze else None
+        return frozen_until(freeze, specs, self.num_steps or sys.maxsize) if freeze else None
 
     def update(self, specs: Any, frozen: Any, kinds: Any) -> Update:
         """The optimizer of the parameters that are not frozen for good.
@@ -165,6 +165,7 @@ def options(
                 problems.add(name, f"{type(tx).__name__} has a {name} of its own", f"{type(tx).__name__}({name}=...)")
         problems.raise_any(ConfigError, "these arguments of training are wrong:")
         ema = tx.ema
+    pruning = None if prune is None else pydantic.TypeAdapter[Prune](Pruning).validate_python(prune)
     return Options(
         tx=tx,
         num_steps=num_steps,
@@ -172,5 +173,5 @@ def options(
         freeze=tuple(Freeze.model_validate(one) for one in given),
         clip_norm=clip_norm,
         params_dtype=params_dtype,
-        wrapping=Wrapping(prune=prune and pydantic.TypeAdapter(Pruning).validate_python(prune), ema=ema, **wrapping),
+        wrapping=Wrapping(prune=pruning, ema=ema, **wrapping),
     )
