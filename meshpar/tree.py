@@ -32,6 +32,8 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def matching(paths: Iterable[str], glob: str) -> list[str]:
     """The paths that a glob matches: `*` matches within a part, `**` also across dots.
 
+    A glob need not match the last part of an NNX variable's path, `.value`.
+
     >>> matching(["blocks.attn.q.kernel", "head"], "blocks.**")
     ['blocks.attn.q.kernel']
     >>> matching(["blocks.attn.q.kernel", "blocks.mlp.kernel"], "blocks.*.kernel")
@@ -39,7 +41,7 @@ def matching(paths: Iterable[str], glob: str) -> list[str]:
     """
     parts = {"**": ".*", "*": "[^.]*"}
     pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", glob))
-    return [path for path in paths if re.fullmatch(pattern, path)]
+    return [path for path in paths if re.fullmatch(rf"{pattern}(\.value)?", path)]
 
 
 def shortened(paths: Sequence[str], among: Iterable[str]) -> list[str]:

@@ -22,7 +22,9 @@ from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import build
 from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
+from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
+from meshpar.experiment.fit_model import fit_model
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
@@ -57,6 +59,7 @@ from meshpar.train.records.file import FILE
 from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
+from meshpar.tree import flatten_with_paths
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
@@ -180,6 +183,7 @@ def _inspect_run(run: Run, target: str | None = None, num_devices: int | None = 
     return judge(prepared.inspect(compile_for(machine, prepared.compile_step)), machine, prepared.mesh)
 
 
+@overload
 def fit(
     run: Run | Path | str,
     *,
@@ -188,11 +192,36 @@ def fit(
     dump_hlo: Path | str | None = None,
     callbacks: Sequence[Callback] = (),
     signals: bool = False,
-) -> TrainState:
-    """Trains a run, or resumes it from the last checkpoint in its directory.
+) -> TrainState: ...
+
+
+@overload
+def fit(
+    model: Any,
+    loss: Callable[..., Any] | None = None,
+    data: Data | None = None,
+    *,
+    num_steps: int,
+    run_dir: Path | str,
+    **options: Any,
+) -> TrainState: ...
+
+
+def fit(*subject: Any, **options: Any) -> TrainState:
+    """Trains a run or a model of your own, or resumes it from the last checkpoint in its directory.
+
+    `fit(run, *, json=False, profile=None, dump_hlo=None, callbacks=(), signals=False)` trains a run or a config file.
+    `fit(model, loss, data, *, tx, mesh, rules, batch_size, num_steps, run_dir, ...)` trains a Flax model, with `model`,
+    `loss` and all options as `training` takes them. `fit(training, data=data, ...)` trains a `Training`. These take
+    `held_out`, `log_every`, `eval_every`, `checkpoints`, `early_stopping`, `max_skipped_steps`, `check_replicas_every`
+    and `loggers` too, which have the meanings of a config's keys.
 
     Args:
       run: a run, or the path of a config file.
+      data: name -> array of all rows, which are shuffled in each epoch; or a function: step, counted from 0 -> batch.
+      batch_size: rows of a step, from all rows.
+      held_out: name -> array of the rows of evaluations.
+      run_dir: the folder of metrics and checkpoints.
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
@@ -223,6 +252,20 @@ def fit(
       >>> int(state.step)
       2
     """
+    if subject and not isinstance(subject[0], (Run, Path, str)):
+        return fit_model(*subject, **options)
+    return _fit_run(*subject, **options)
+
+
+def _fit_run(
+    run: Run | Path | str,
+    *,
+    json: bool = False,
+    profile: Path | str | None = None,
+    dump_hlo: Path | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    signals: bool = False,
+) -> TrainState:
     check_joined()
     received = Signals()
     with received.listening() if signals else nullcontext():
@@ -386,7 +429,8 @@ def _beginning(
         include = init.include
         exclude = init.exclude
         if prepared.run.lora and not any(map(is_lora, source.described)):
-            exclude = (*exclude, "params.**.lora.*")  # a model without LoRA is where LoRA begins
+            paths = flatten_with_paths(prepared.specs)  # a model without LoRA is where LoRA begins
+            exclude = (*exclude, *(f"params.{path}" for path in paths if is_lora(path)))
     if source is None:
         _check_not_random(prepared.run)
         return None

@@ -28,29 +28,24 @@ from meshpar.inspection.findings.planned import planned_by
 from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.interop.kinds import kinds_of
 from meshpar.models.contract import ModelProgram, Vocabulary
 from meshpar.nn.lora import is_lora
 from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
 from meshpar.optim.base import Matrix
-from meshpar.optim.ema import with_ema
-from meshpar.optim.freeze import Freeze, for_good, frozen_until
-from meshpar.optim.master import with_master
-from meshpar.optim.pruning import with_pruning
-from meshpar.optim.rounding import with_stochastic_rounding
-from meshpar.optim.uses import matrices
-from meshpar.parallel.context import tracing
+from meshpar.optim.freeze import Freeze, for_good, frozen_until, thawing
+from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.local_updates import KEY
-from meshpar.parallel.precision import stored_in, wide_dtype
+from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
-from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
-from meshpar.train.step import Step, Update, with_rows
+from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, human_bytes
@@ -288,13 +283,15 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init
         model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
-    master = run.precision.master and np.dtype(run.precision.master)
-    is_stochastic = run.precision.rounding == "stochastic"
-    computed = wide_dtype(np.dtype(run.precision.compute)) if is_stochastic else master
+    precision = run.precision
+    wrapping = Wrapping(
+        prune=run.prune, ema=run.optim.ema, master_dtype=precision.master, rounding=precision.rounding,
+        compute_dtype=precision.compute, seed=run.seed,
+    )  # fmt: skip
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
     by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)
     kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
-    tx = _optimizer(run, specs, frozen, computed, kinds)
+    tx = _optimizer(run, specs, frozen, wrapping, kinds)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     batch_specs = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
     local = run.parallel.local
@@ -315,9 +312,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
             tx,
             run.optim.clip_norm,
             run.optim.learning_rate(run.num_steps),
-            computed,
+            wrapping.dtype,
             model.state,
-            is_elementwise=run.optim.elementwise and not is_stochastic and not run.optim.ema and not run.prune,
+            is_elementwise=run.optim.elementwise and wrapping.is_elementwise,
         ),
         batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
         ctx=ctx,
@@ -338,18 +335,11 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
 
 
 def _by_use(run: Run, model: ModelProgram) -> Any:
-    """How an imported model's loss uses each parameter, see `optim.uses`: a tree of `Matrix`."""
-
-    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-
-    params, carried = jax.tree.map(struct, (model.specs, model.carried))
-    batch = {name: struct(spec) for name, spec in run.model.batch_specs(run.data.batch_size, run.data.seq_len).items()}
-    rows = jax.eval_shape(with_rows, {name: x for name, x in batch.items() if name not in run.data.omitted})
+    """How an imported model's loss uses each parameter: a tree of `Matrix`."""
+    batch = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
+    batch = {name: spec for name, spec in batch.items() if name not in run.data.omitted}
     key = jax.eval_shape(partial(step_key, run.seed), 0) if model.uses_rng else None
-    with tracing(None):
-        loss = jax.make_jaxpr(lambda *arguments: model.loss(*arguments).loss)(params, rows, key, carried)
-    return matrices(loss, params)
+    return kinds_of(model.loss, model.specs, batch, key, model.carried)
 
 
 def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
@@ -357,26 +347,16 @@ def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
     return replace(by_use, is_table=by_use.is_table or by_name.is_table)
 
 
-def _optimizer(run: Run, specs: Any, frozen: Any, computed: Any, kinds: Any) -> optax.GradientTransformation:
+def _optimizer(run: Run, specs: Any, frozen: Any, wrapping: Wrapping, kinds: Any) -> optax.GradientTransformation:
     """The optimizer of all parameters that are not frozen for good.
 
     Args:
-      computed: the dtype in which the optimizer computes; None for the dtype of the parameters.
       kinds: see `Prepared`.
     """
     never = for_good(frozen)
-    dims = without(kinds, never)
-    until = without(frozen, never) if frozen else None
-    tx = run.optim.build(run.num_steps, dims, until if any(jax.tree.leaves(until)) else None)
-    if run.prune:
-        tx = with_pruning(tx, run.prune, without(specs, never))
-    if run.precision.master:
-        tx = with_master(tx, computed)
-    if run.precision.rounding == "stochastic":
-        tx = with_stochastic_rounding(tx, computed, run.seed)
-    if run.optim.ema:
-        tx = with_ema(tx, run.optim.ema)
-    return tx
+    trained = without(kinds, never)
+    tx = run.optim.build(run.num_steps, trained, thawing(frozen))
+    return wrapping.of(tx, without(specs, never), trained)
 
 
 def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:

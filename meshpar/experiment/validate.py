@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,16 @@ from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
-from meshpar.parallel.checks import check_float64, check_own_layers, check_stages, check_strategies
+from meshpar.parallel.checks import (
+    MATMUL,
+    check_float64,
+    check_number_format,
+    check_own_layers,
+    check_qwix,
+    check_stages,
+    check_strategies,
+)
+from meshpar.parallel.combinations import check_combinations
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.pipeline.partition import cut_layers
@@ -45,31 +53,7 @@ FEATURES: Mapping[str, Callable[[Run], bool]] = {
     "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.in_chunks,
     "precision.matmul": lambda run: run.precision.matmul is not None,
 }
-"""Key -> whether a run uses this feature. Some of these features cannot be combined, see `REFUSED`."""
-
-_OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
-_RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
-_CHUNKS = "it multiplies chunks as they arrive, before the largest element of the whole operand is known"
-_SLOTS = "stages save activations in branches, and XLA would hold two copies of each slot in the host's memory"
-_STACKS = "stages compute equal layers, and layers without experts have other parameters than those with experts"
-REFUSED: Mapping[tuple[str, str], str] = {
-    **{(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS},
-    **{(overlap, "precision.matmul"): _CHUNKS for overlap in _OVERLAPS},
-    ("model.remat.offload", "parallel.pipeline"): _SLOTS,
-    ("model.experts.every", "parallel.pipeline"): _STACKS,
-    ("model.experts.first_dense", "parallel.pipeline"): _STACKS,
-    ("prune", "lora"): "LoRA freezes the kernels, and pruning changes trained weights",
-    ("prune", "parallel.local"): "slices would prune different weights, and the mean of slices would have fewer zeros",
-}
-"""(feature, other feature) -> why a run may not use both. The docs' table of combinations and the tests read it."""
-
-_OFF = dict.fromkeys(_OVERLAPS, "none") | {
-    "parallel.pipeline": "null",
-    "precision.matmul": "null",
-    "lora": "null",
-    "parallel.local": "null",
-    "model.remat.offload": "[]",
-}
+"""Key -> whether a run uses this feature. Some of these features cannot be combined, see `parallel.combinations`."""
 
 
 def check(run: Run, mesh: AnyMesh) -> None:
@@ -96,8 +80,9 @@ def check(run: Run, mesh: AnyMesh) -> None:
         _check_pipeline(run, ctx, problems)
     _check_local(run, ctx, problems)
     _check_keep_best(run, problems)
-    _check_prune(run, problems)
-    _check_combinations(run, problems)
+    if run.prune:
+        run.prune.check(run.num_steps, run.optim.ema, problems)
+    check_combinations([key for key, uses in FEATURES.items() if uses(run)], problems)
     run.optim.schedule.check(run.num_steps, problems)
     if problems.found and run.rules.table and (specs := run.model.array_specs()):
         _check_arrays(run, specs, mesh, problems)
@@ -145,33 +130,20 @@ def _check_precision(run: Run, problems: Problems) -> None:
 
 def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     """Checks that the layers can multiply in 8 bits, with the scales that one device would have."""
-    key = "precision.matmul"
     if not run.precision.matmul:
         return
-    if not find_spec("qwix"):
-        problems.add(key, "the package qwix is not installed", f"pip install 'meshpar[quantized]', or {key}=null")
     if not run.model.has_own_layers:
-        problems.add(key, "only meshpar's own layers multiply in 8 bits", f"{key}=null")
-    elif ctx.axes("heads") != ctx.axes("kv_heads"):
+        check_number_format(ctx, "the loss of an imported model", getattr(run.model, "manual", False), problems)
+        return
+    check_qwix(problems)
+    if ctx.axes("heads") != ctx.axes("kv_heads"):
         what = "each device has a partial sum of the gradients of a key head, and cannot find the scale of the total"
-        problems.add(key, what, f"{key}=null, or rules.kv_heads as rules.heads")
+        problems.add(MATMUL, what, f"{MATMUL}=null, or rules.kv_heads as rules.heads")
 
 
 def _check_cache(run: Run, problems: Problems) -> None:
     if run.precision.cache and not (model := run.model.generation()):
         problems.add("precision.cache", model.because, "precision.cache=null")
-
-
-def _check_combinations(run: Run, problems: Problems) -> None:
-    """Adds each feature that cannot be combined with others in the run, and which ones to turn off."""
-    for key in FEATURES:
-        others_by_reason: dict[str, list[str]] = {}
-        for (one, other), why in REFUSED.items():
-            if one == key and FEATURES[key](run) and FEATURES[other](run):
-                others_by_reason.setdefault(why, []).append(other)
-        for why, others in others_by_reason.items():
-            fix = " and ".join(f"{other}={_OFF[other]}" for other in others)
-            problems.add(key, why, f"no {key}, or {fix}")
 
 
 def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
@@ -205,15 +177,7 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     if is_resized and local.resize == "refuse":
         what = "it changes the number of slices, each of which has its own parameters in a checkpoint"
         problems.add(f"elastic.mesh.{local.axis}", what, f"{KEY}.resize=average, or elastic.mesh with another axis")
-    if run.optim.ema:
-        what = "a slice would average its own parameters, and the next round begins at others"
-        problems.add("optim.ema", what, "optim.ema=null")
-    if run.precision.master:
-        what = "the optimizer's copy of the parameters in a slice would not see the outer step"
-        problems.add("precision.master", what, f"precision.master=null, or {KEY}=null")
-    if run.precision.params == "bfloat16":
-        what = "bfloat16 has too few digits for the small steps of the shared parameters"
-        problems.add("precision.params", what, f"precision.params=float32, or {KEY}=null")
+    local.check_state(run.optim.ema, run.precision.master, run.precision.params, problems)
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         what = "it computes gradients at the parameters before the last update, which a new round does not have"
         problems.add("parallel.pipeline", what, f"another kind, or {KEY}=null")
@@ -257,19 +221,6 @@ def _why_not_cut(layers: LayerStack, schedule: Schedule, num_stages: int) -> str
     except ScheduleError as error:
         return str(error)
     return ""
-
-
-def _check_prune(run: Run, problems: Problems) -> None:
-    if run.prune is None:
-        return
-    if run.prune.end > run.num_steps:
-        what = f"the last pruning is after step {run.prune.end}, and num_steps = {run.num_steps}"
-        every = max(1, (run.num_steps - run.prune.begin) // run.prune.times)
-        fits = run.prune.begin + every * run.prune.times <= run.num_steps
-        problems.add("prune", what, f"prune.every={every}" if fits else f"num_steps={run.prune.end}")
-    if run.optim.ema:
-        what = "the average of a pruned weight includes its values before pruning, and so is not zero"
-        problems.add("optim.ema", what, "optim.ema=null, or prune=null")
 
 
 def _check_keep_best(run: Run, problems: Problems) -> None:

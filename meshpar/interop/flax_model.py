@@ -17,14 +17,17 @@ from pydantic import Field
 from meshpar.config import Strings, Target, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
+from meshpar.interop.adapters import Adapters, with_rank
 from meshpar.interop.causal import Causal, linen_functions, nnx_functions
 from meshpar.interop.declared import changing, lazily, unboxed
+from meshpar.interop.kinds import kinds_of
 from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, with_axes, with_loss_sums
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
 from meshpar.sharding.resolve import with_largest
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
+from meshpar.train.training import step_key
 
 
 class Import(ModelContract):
@@ -62,8 +65,9 @@ class Import(ModelContract):
         Raises:
           ConfigError: the target is not a Flax model, importing it is not allowed, or it does not fit the data.
         """
-        if task.adapter:
-            raise ConfigError("lora: LoRA adapts the projections of meshpar's own models, not of an imported one")
+        if task.adapter and self.manual:
+            what = "a model for local shards gets its shards of a kernel, to which it adds its own updates"
+            raise ConfigError(f"lora: {what}; model.manual=false")
         check_axes(self.axes)
         with user_code.blamed(self.target):
             user = _built(self, task.seq_len)
@@ -76,12 +80,21 @@ class Import(ModelContract):
             loss, evaluation = self._next_token_losses(user, task, carried)
         else:
             loss = evaluation = _own(task.loss.target, user.module, bool(carried))
+        init, rules = arrays_of(user.init, self.axes), with_axes(task.rules, self.axes, (specs, carried))
+        sums = as_sums(on_shards(loss))
+        evaluated = as_sums(on_shards(evaluation), returns_carried=task.loss.target is None)
+        if task.adapter:
+            key = None if task.loss.target is None else jax.eval_shape(partial(step_key, task.seed), 0)
+            kinds = kinds_of(sums, specs, self.batch_specs(1, task.seq_len), key, carried)
+            adapters = Adapters.of(task.adapter, specs, kinds)
+            specs, init, rules = adapters.specs(specs), adapters.init(init), with_rank(rules)
+            sums, evaluated = adapters.loss(sums), adapters.loss(evaluated)
         return ModelProgram(
             specs=specs,
-            init=arrays_of(user.init, self.axes),
-            loss=as_sums(on_shards(loss)),
-            evaluation=as_sums(on_shards(evaluation), returns_carried=task.loss.target is None),
-            rules=with_axes(task.rules, self.axes, (specs, carried)),
+            init=init,
+            loss=sums,
+            evaluation=evaluated,
+            rules=rules,
             uses_rng=task.loss.target is not None,
             carried=carried,
             init_carried=arrays_of(user.carried, self.axes),

@@ -19,15 +19,28 @@ from flax import nnx
 
 from meshpar.errors import ConfigError, Problem, Problems, suggestion
 from meshpar.interop import explicit
+from meshpar.interop.adapters import Adapters, with_rank
 from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
+from meshpar.interop.kinds import kinds_of
+from meshpar.interop.module import functions, is_module
+from meshpar.interop.options import Frozen, Options, Rounding, options
 from meshpar.mesh.layout import AXES, MeshLayout
 from meshpar.mesh.varying import varies_over
-from meshpar.optim.elementwise import is_elementwise
-from meshpar.parallel.checks import check_float64, check_own_layers, check_partitioned, check_stages, check_strategies
-from meshpar.parallel.context import ParallelContext, current
+from meshpar.nn.lora import LoRA
+from meshpar.optim.base import Descent
+from meshpar.optim.pruning import Prune
+from meshpar.parallel.checks import (
+    check_float64,
+    check_number_format,
+    check_own_layers,
+    check_partitioned,
+    check_stages,
+    check_strategies,
+)
+from meshpar.parallel.context import Format, ParallelContext, current
 from meshpar.parallel.context import manual as manual_context
-from meshpar.parallel.local_updates import KEY
+from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import UNNAMED, AxisRules
@@ -35,7 +48,6 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import batch_specs
 from meshpar.train.gradients import STALE
 from meshpar.train.loss import Batch, Loss, LossSums, as_loss_sums, warn_of_masks
-from meshpar.train.step import Update
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
@@ -73,9 +85,9 @@ def _explains_unknown(function: Callable[Parameters, Training]) -> Callable[Para
 
 @_explains_unknown
 def training(
-    init: Init,
+    init: Init | Any,
     loss: Callable[..., Any],
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | Descent,
     batch: Mapping[str, Any],
     *,
     mesh: MeshLayout | AnyMesh | dict[str, Any] | str,
@@ -95,6 +107,17 @@ def training(
     compute_dtype: Any = jnp.float32,
     accum_dtype: Any = None,
     num_microbatches: int = 1,
+    number_format: Format | None = None,
+    num_steps: int | None = None,
+    lora: LoRA | dict[str, Any] | None = None,
+    freeze: Frozen | Sequence[Frozen] = (),
+    prune: Prune | dict[str, Any] | None = None,
+    clip_norm: float | None = None,
+    ema: float | None = None,
+    params_dtype: Any = None,
+    master_dtype: Any = None,
+    rounding: Rounding = "nearest",
+    offload_optimizer: bool = False,
 ) -> Training:
     """Shards a model of your own on a mesh: any pytree of parameters, a loss and an Optax optimizer.
 
@@ -103,12 +126,14 @@ def training(
     stacks layers. Flax's `with_logical_constraint` follows the same rules.
 
     Args:
-      init: key -> the initial parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
+      init: a Flax module: of Linen, or of NNX, or a class or function with an argument `rngs` that returns one of NNX.
+        Or key -> the initial parameters: `model.init(key, x)["params"]`, `nnx.state(Model(nnx.Rngs(key)), nnx.Param)`,
         or any tree of arrays.
-      loss: (params, batch, key) -> the mean over the rows, a scalar; or (mean, metrics), with a dict of other means;
-        or a `LossSums` of sums, if rows have different weights.
+      loss: of a module: (model, batch) or (model, batch, key), where the model is called as on one device. Else
+        (params, batch, key). It returns the mean over the rows, a scalar; or (mean, metrics), with a dict of other
+        means; or a `LossSums` of sums, if rows have different weights.
       tx: any Optax transformation. Its update also gets `value`, `grad`, `value_fn`, `grad_fn` and `step`, if it has
-        such arguments.
+        such arguments. Or an optimizer of `meshpar.optim`, which needs `num_steps`.
       batch: an example batch: name -> array or struct. The first dim of each array is its rows.
       mesh: the mesh; a `MeshLayout`, or its sizes as in `"data=2 tensor=4"`, is built on the available devices.
       rules: dim -> mesh axes, or the names of presets. The rule `largest=[axes]` shards the largest dim of each
@@ -134,6 +159,18 @@ def training(
       compute_dtype: the dtype in which the loss gets the floating parameters.
       accum_dtype: the dtype in which gradients are summed over microbatches and devices. Default: at least float32.
       num_microbatches: equal parts of a batch that are computed one after another.
+      number_format: `int8` or `fp8`: products of an activation and a parameter are computed in 8 bits, as
+        `precision.matmul` of a config says. Weights with a dim `vocab`, `positions`, `experts` or `router` are not.
+      num_steps: the steps of the whole training, on which local updates, pruning and schedules depend.
+      lora: adds low-rank matrices to the kernels that its `paths` match, and freezes all other parameters.
+      freeze: globs of parameters that are not trained; or `Freeze(paths=..., until=100)`.
+      prune: sets weights to zero by a schedule, `{"kind": "n_of_m", "paths": "**.kernel"}`.
+      clip_norm: the largest global norm of the gradients; None for no limit.
+      ema: the decay of an average of the parameters, which evaluations use; see `averaged`.
+      params_dtype: the dtype of the stored parameters. Default: that of `init`.
+      master_dtype: the dtype of the optimizer's own copy of the parameters. Default: no copy.
+      rounding: `stochastic`: how updated bfloat16 parameters are rounded without such a copy.
+      offload_optimizer: whether the optimizer's state is stored in the host's memory between steps.
 
     Returns:
       A `Training`. Nothing is compiled or allocated yet.
@@ -169,31 +206,56 @@ def training(
         compute_dtype=compute_dtype,
         accum_dtype=accum_dtype,
         num_microbatches=num_microbatches,
+        number_format=number_format,
         dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
         activation_dims=tuple(activation_dims),
     )
+    if is_module(init):
+        _check_module_arguments(carried, draws)
+        module = functions(init, loss, evaluation, batch)
+        init, loss, evaluation, carried = module.init, module.loss, module.evaluation, module.carried
+        draws = module.draws
+    given = options(
+        tx, num_steps, lora, freeze, prune, clip_norm=clip_norm, ema=ema, params_dtype=params_dtype,
+        master_dtype=master_dtype, rounding=rounding, compute_dtype=compute_dtype, seed=seed,
+    )  # fmt: skip
     check_partitioned(ctx, manual)
-    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual)
+    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual, given)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims or {}, axes)
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
-    specs = with_largest(specs, rules, on)
+    specs = with_largest(specs if params_dtype is None else stored_in(specs, np.dtype(params_dtype)), rules, on)
+    key = partial(step_key, seed) if draws else None
     arrays = batch_specs(batch, batch_dims or {}, ctx)
     as_sums = partial(
         with_loss_sums, specs=(specs, arrays, carried_specs), carries=carried is not None, keys=keys, axes=axes
     )
+    sums = as_sums(loss)
+    evaluated = evaluation and as_sums(evaluation, returns_carried=False)
+    first, kinds = arrays_of(init, axes), None
+    if given.needs_kinds:
+        kinds = kinds_of(sums, specs, arrays, key and jax.eval_shape(key, 0), carried_specs)
+    if given.lora:
+        adapters = Adapters.of(given.lora, specs, kinds)
+        specs, kinds, first = adapters.specs(specs), adapters.kinds(kinds), adapters.init(first)
+        sums, evaluated = adapters.loss(sums), evaluated and adapters.loss(evaluated)
+        rules = with_rank(rules)
+    frozen = given.frozen(specs)
     made = Training(
         specs=specs,
-        init=arrays_of(init, axes),
+        init=first,
         carried=carried_specs,
         init_carried=arrays_of(carried, axes) if carried else lambda key: {},
-        loss=as_sums(loss),
-        evaluation=evaluation and as_sums(evaluation, returns_carried=False),
-        update=Update(tx, is_elementwise=is_elementwise(tx, jax.tree.map(lambda spec: spec.struct, specs))),
+        loss=sums,
+        evaluation=evaluated,
+        update=given.update(specs, frozen, kinds),
         batch_specs=arrays,
         ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
-        key=partial(step_key, seed) if draws else None,
+        key=key,
         seed=seed,
+        frozen=frozen,
+        is_offloaded=offload_optimizer,
+        rounds=given.rounds(ctx),
         is_of_whole_arrays=not manual,
     )
     made = made.with_named_layers()
@@ -412,8 +474,18 @@ def explained() -> Iterator[None]:
         raise ConfigError(f"{what}; {fix}") from error
 
 
+def _check_module_arguments(carried: Any, draws: bool) -> None:
+    problems = Problems()
+    if carried is not None:
+        problems.add("carried", "a Flax module carries its own state from step to step", "no carried")
+    if draws:
+        what = "the loss of a Flax module gets a key if it has a third parameter"
+        problems.add("draws", what, "def loss(model, batch, key), without draws")
+    problems.raise_any(ConfigError, "these arguments of training are wrong:")
+
+
 def _check_arguments(
-    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool
+    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool, given: Options
 ) -> None:
     problems = Problems()
     arguments = ("params", "batch", "key", *(["carried"] if carries else []))
@@ -422,15 +494,13 @@ def _check_arguments(
             problems.add(name, f"is called with {len(arguments)} arguments", f"def {name}({', '.join(arguments)})")
     for name in ("compute_dtype", "accum_dtype"):
         check_float64(name, getattr(ctx, name), problems)
+    check_number_format(ctx, "your loss", is_local, problems)
     ctx = check_own_layers(ctx, "your model", problems)
     check_stages(ctx, is_local, problems)
     if ctx.schedule and ctx.schedule.is_stale and carries:
         what = "it carries the parameters before the last update, and the loss carries a state of its own"
         problems.add("parallel.pipeline", what, "another kind, or no carried state")
-    if ctx.parallel.local:
-        what = "a training has no number of steps, from which the ends of the rounds follow"
-        problems.add(KEY, what, f"{KEY}=null; or a config, whose model has kind: import and manual: true")
-        ctx = replace(ctx, parallel=ctx.parallel.model_copy(update={"local": None}))
+    given.check(ctx, is_local, problems)
     check_strategies(ctx, problems)
     problems.found = [in_python(problem) for problem in problems.found]
     problems.raise_any(ConfigError, "these arguments of training are wrong:")
@@ -453,6 +523,10 @@ _ARGUMENTS = {
     "under lowering: auto": "under lowering='auto'",
     "=null": "=None",
     "rules.zero=": "AxisRules zero=",
+    "precision.matmul": "number_format",
+    "precision.master": "master_dtype",
+    "precision.params": "params_dtype",
+    "optim.ema": "ema",
 }
 """A key of a config, in an error -> the argument of `training` in its place."""
 

@@ -97,7 +97,7 @@ class LoRA(Config):
 
 def is_lora(path: str) -> bool:
     """Whether the parameter at this path was added by LoRA."""
-    return f".{NAME}." in path
+    return NAME in path.split(".")
 
 
 def projections(model: nnx.Module) -> dict[str, Adapted]:

@@ -16,7 +16,7 @@ import optax
 
 from meshpar.config import Coerced, Config, Positive
 from meshpar.errors import ConfigError, Problems, suggestion
-from meshpar.parallel.trainable import as_in
+from meshpar.parallel.trainable import as_in, without
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 
@@ -75,6 +75,12 @@ def for_good(until: Any) -> frozenset[str]:
     frozenset({'table'})
     """
     return frozenset(path for path, length in flatten_with_paths(until).items() if length == math.inf)
+
+
+def thawing(until: Any) -> Any:
+    """For how many steps each parameter is frozen, without those that are never trained; None if none thaws."""
+    trained = without(until, for_good(until)) if until else None
+    return trained if any(jax.tree.leaves(trained)) else None
 
 
 def thawed(grads: Any, until: Any, step: jax.Array) -> Any:

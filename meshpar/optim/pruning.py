@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 
 from meshpar.config import Config, Count, Positive, Strings, default
 from meshpar.errors import ConfigError, Problems, suggestion
-from meshpar.optim.base import Matrix, num_stacked
+from meshpar.optim.base import Matrix
 from meshpar.parallel.precision import wide
 from meshpar.sharding.spec import ArraySpec
 from meshpar.tree import flatten_with_paths, map_with_path, matching
@@ -52,12 +52,23 @@ class Prune(Config):
         """The fraction of the weights that are to be pruned that are zero after the i-th time."""
         return 1 - (1 - i / self.times) ** 3
 
+    def check(self, num_steps: int, ema: float | None, problems: Problems) -> None:
+        """Adds a problem if the schedule is longer than the run, or if the parameters are averaged too."""
+        if self.end > num_steps:
+            what = f"the last pruning is after step {self.end}, and num_steps = {num_steps}"
+            every = max(1, (num_steps - self.begin) // self.times)
+            fits = self.begin + every * self.times <= num_steps
+            problems.add("prune", what, f"prune.every={every}" if fits else f"num_steps={self.end}")
+        if ema:
+            what = "the average of a pruned weight includes its values before pruning, and so is not zero"
+            problems.add("optim.ema", what, "optim.ema=null, or prune=null")
+
     @abstractmethod
-    def fits(self, spec: ArraySpec) -> str:
+    def fits(self, spec: ArraySpec, matrix: Matrix) -> str:
         """Why these weights cannot be pruned; empty if they can."""
 
     @abstractmethod
-    def mask(self, weights: jax.Array, dims: Sequence[str], i: jax.Array) -> jax.Array:
+    def mask(self, weights: jax.Array, matrix: Matrix, i: jax.Array) -> jax.Array:
         """bool like the weights: False where they are pruned at the i-th time, int32[] from 1 on."""
 
 
@@ -74,11 +85,11 @@ class Magnitude(Prune):
     sparsity: Annotated[float, pydantic.Field(gt=0, lt=1)]
     """The fraction of the weights of each matrix that is zero in the end."""
 
-    def fits(self, spec: ArraySpec) -> str:
+    def fits(self, spec: ArraySpec, matrix: Matrix) -> str:
         return ""
 
-    def mask(self, weights: jax.Array, dims: Sequence[str], i: jax.Array) -> jax.Array:
-        start = num_stacked(dims)
+    def mask(self, weights: jax.Array, matrix: Matrix, i: jax.Array) -> jax.Array:
+        start = min(matrix.inputs + matrix.outputs)
         size = math.prod(weights.shape[start:])
         num_pruned = [round(self.sparsity * self.fraction(time) * size) for time in range(self.times + 1)]
         return ~smallest(jnp.abs(wide(weights)), start, jnp.asarray(num_pruned, jnp.int32)[i])
@@ -104,12 +115,12 @@ class NOfM(Prune):
             raise ValueError(f"n = {self.n} is not below m = {self.m}: nothing would be pruned")
         return self
 
-    def fits(self, spec: ArraySpec) -> str:
-        size = spec.shape[Matrix.of(spec.dims).inputs[-1]]
+    def fits(self, spec: ArraySpec, matrix: Matrix) -> str:
+        size = spec.shape[matrix.inputs[-1]]
         return f"its {size} inputs cannot be divided into groups of {self.m}" if size % self.m else ""
 
-    def mask(self, weights: jax.Array, dims: Sequence[str], i: jax.Array) -> jax.Array:
-        dim = Matrix.of(dims).inputs[-1]
+    def mask(self, weights: jax.Array, matrix: Matrix, i: jax.Array) -> jax.Array:
+        dim = matrix.inputs[-1]
         shape = weights.shape
         groups = jnp.abs(wide(weights)).reshape(*shape[:dim], shape[dim] // self.m, self.m, *shape[dim + 1 :])
         groups = jnp.moveaxis(groups, dim + 1, -1)
@@ -133,7 +144,9 @@ class PruneState(NamedTuple):
     inner: Any
 
 
-def with_pruning(tx: optax.GradientTransformation, prune: Prune, specs: Any) -> optax.GradientTransformationExtraArgs:
+def with_pruning(
+    tx: optax.GradientTransformation, prune: Prune, specs: Any, kinds: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its updates set pruned weights to zero.
 
     A pruning uses the weights after the update of its step. If that step is skipped because it is not finite, the next
@@ -141,6 +154,7 @@ def with_pruning(tx: optax.GradientTransformation, prune: Prune, specs: Any) -> 
 
     Args:
       specs: tree of `ArraySpec`, of the trained parameters.
+      kinds: the same of `Matrix`; default: by the names of the dims.
 
     Raises:
       ConfigError: lists globs that match no trained parameter, and weights that cannot be pruned.
@@ -148,9 +162,9 @@ def with_pruning(tx: optax.GradientTransformation, prune: Prune, specs: Any) -> 
     Memory: a byte for each of these weights.
     """
     inner = optax.with_extra_args_support(tx)
-    _check(prune, specs)
-    found = flatten_with_paths(specs)
-    pruned = {path: found[path] for glob in prune.paths for path in matching(found, glob)}
+    matrix = flatten_with_paths(kinds or jax.tree.map(lambda spec: Matrix.of(spec.dims), specs))
+    _check(prune, specs, matrix)
+    pruned = {path: matrix[path] for glob in prune.paths for path in matching(matrix, glob)}
 
     def init(params: Any) -> PruneState:
         weights = flatten_with_paths(params)
@@ -166,7 +180,7 @@ def with_pruning(tx: optax.GradientTransformation, prune: Prune, specs: Any) -> 
         after = flatten_with_paths(jax.tree.map(jnp.add, params, updates))
 
         def choose() -> dict[str, jax.Array]:
-            return {path: prune.mask(after[path], spec.dims, times) for path, spec in pruned.items()}
+            return {path: prune.mask(after[path], one, times) for path, one in pruned.items()}
 
         masks = lax.cond(times > state.times, choose, lambda: state.masks)
         updates = _where(masks, updates, jax.tree.map(jnp.negative, params))
@@ -180,7 +194,7 @@ def _where(masks: Mapping[str, jax.Array], tree: Any, otherwise: Any) -> Any:
     return map_with_path(lambda path, x, y: jnp.where(masks[path], x, y) if path in masks else x, tree, otherwise)
 
 
-def _check(prune: Prune, specs: Any) -> None:
+def _check(prune: Prune, specs: Any, matrices: Mapping[str, Matrix]) -> None:
     problems = Problems()
     trained = flatten_with_paths(specs)
     for glob in prune.paths:
@@ -189,7 +203,7 @@ def _check(prune: Prune, specs: Any) -> None:
             fix = suggestion(glob, trained, "`meshpar explain` lists the parameters")
             problems.add("prune.paths", f"no trained parameter matches {glob!r}", fix)
         for path in found:
-            if why := prune.fits(trained[path]):
+            if why := prune.fits(trained[path], matrices[path]):
                 problems.add(f"prune.paths: {path}", why, "leave it out of prune.paths")
     problems.raise_any(ConfigError, "prune does not fit the model:")
 

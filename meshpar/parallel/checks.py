@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -121,6 +122,32 @@ def check_float64(where: str, dtype: Any, problems: Problems) -> None:
         return
     what = "JAX would compute in float32, because its 64-bit mode is off"
     problems.add(where, what, f"{where}=float32, or JAX_ENABLE_X64=1 in the environment")
+
+
+MATMUL = "precision.matmul"
+
+
+def check_number_format(ctx: ParallelContext, loss: str, is_local: bool, problems: Problems) -> None:
+    """Checks that the products of a user's loss can be computed in 8 bits.
+
+    Args:
+      loss: what the messages call it.
+      is_local: whether it is written for local shards.
+    """
+    if ctx.number_format is None:
+        return
+    check_qwix(problems)
+    if is_local or not (ctx.manual or ctx.mesh.size == 1):
+        by = "computes its products itself" if is_local else "is partitioned by XLA, which knows of no scales"
+        fix = "manual=False" if is_local else "lowering=manual"
+        problems.add(MATMUL, f"{loss} {by}", f"{fix}, or {MATMUL}=null")
+
+
+def check_qwix(problems: Problems) -> None:
+    """Adds a problem if the package that multiplies in 8 bits is missing."""
+    if not find_spec("qwix"):
+        fix = f"pip install 'meshpar[quantized]', or {MATMUL}=null"
+        problems.add(MATMUL, "the package qwix is not installed", fix)
 
 
 def _check_reduction(ctx: ParallelContext, problems: Problems) -> None:

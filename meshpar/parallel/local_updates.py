@@ -146,6 +146,24 @@ class LocalUpdates(Config):
         fits = fixed + max(1, steps // self.every) * self.every
         problems.add("num_steps", what, f"num_steps={fits}: the shared parameters change only when a round ends")
 
+    def check_state(self, ema: float | None, master: Any, params: Any, problems: Problems) -> None:
+        """Adds a problem for each part of a training's state that slices cannot have.
+
+        Args:
+          ema: the decay of the average of the parameters; None without it.
+          master: the dtype of the optimizer's copy of the parameters; None without one.
+          params: the dtype of the parameters.
+        """
+        if ema:
+            what = "a slice would average its own parameters, and the next round begins at others"
+            problems.add("optim.ema", what, "optim.ema=null")
+        if master:
+            what = "the optimizer's copy of the parameters in a slice would not see the outer step"
+            problems.add("precision.master", what, f"precision.master=null, or {KEY}=null")
+        if params == "bfloat16":
+            what = "bfloat16 has too few digits for the small steps of the shared parameters"
+            problems.add("precision.params", what, f"precision.params=float32, or {KEY}=null")
+
     def check(self, rules: AxisRules, sizes: Mapping[str, int], is_manual: bool, problems: Problems) -> None:
         """Adds a problem if the axis cannot have slices under these rules.
 

@@ -32,6 +32,7 @@ class Layout:
       varies: the axes over which JAX types the value as varying: those that shard it and those that are pending, and
         those over which it is a copy whose gradient is summed later.
       is_pinned: whether a rule of the user shards it, as that of a parameter. Other operands move to it.
+      is_weight: whether it follows from parameters alone, so that a product with it is one that layers multiply by.
       stored: the dims that are stored in shards and gathered before use, which `axes` leaves out.
     """
 
@@ -42,6 +43,7 @@ class Layout:
     pending: Axes = ()
     varies: frozenset[str] = frozenset()
     is_pinned: bool = False
+    is_weight: bool = False
     stored: Stored = ()
 
     def __post_init__(self) -> None:

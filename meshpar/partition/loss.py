@@ -12,10 +12,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from meshpar.errors import ShardingError
+from meshpar.errors import ConfigError, ShardingError
 from meshpar.mesh.varying import Axes, untyped, varies_over
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.context import ParallelContext, manual, tracing
+from meshpar.parallel.context import ParallelContext, current, manual, tracing
 from meshpar.parallel.precision import is_mixed
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
@@ -52,7 +52,7 @@ class PartitionedLoss:
     rewrite: Rewrite = lambda closed: closed
 
     def __call__(self, params: Any, batch: Batch, key: Any, carried: Any) -> Any:
-        ctx = manual()
+        ctx = manual() or _rounding_alone()
         if ctx is None:
             return self.loss(params, batch, key, carried)
         arguments = (params, batch, key, carried)
@@ -86,6 +86,12 @@ class PartitionedLoss:
         return [_state(ctx, x, spec.dims, are_local) for x, spec in _pairs(carried, self.carried)]
 
 
+def _rounding_alone() -> ParallelContext | None:
+    """The context of one device, if its program multiplies in 8 bits too, as those of meshes do."""
+    ctx = current()
+    return ctx if ctx and ctx.number_format and ctx.mesh.size == 1 else None
+
+
 def planned(
     loss: WholeLoss, layouts: list[Layout], tree: Any, ctx: ParallelContext, rewrite: Rewrite
 ) -> tuple[Program, Any]:
@@ -96,6 +102,9 @@ def planned(
         closed = rewrite(closed)
         scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
+    if ctx.number_format and not scope.in_8_bits:
+        what = f"{ctx.number_format}: no product of the loss has an activation and a parameter as its operands"
+        raise ConfigError(f"{what}, except for those of `partition.rules.quantized`; remove number_format")
     num_carried = len(jax.tree.leaves(shapes.carried))
     num_sums = len(nodes) - num_carried
     carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]
@@ -126,10 +135,13 @@ def traced(loss: WholeLoss, structs: Sequence[Any], tree: Any) -> tuple[Any, Any
 
 
 def returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
-    """A result: sharded over `axes`, a sum of the devices' parts over `partial`, and the same over all other axes."""
+    """A result: sharded over `axes`, a sum of the devices' parts over `partial`, and the same over all other axes.
+
+    Slices that train alone have results of their own.
+    """
     placed = scope.demand(scope.ready(node), axes)
     sharding = {axis for dim in axes for axis in dim}
-    return Use(placed.register, axes, frozenset({*sharding, *partial}), partial)
+    return Use(placed.register, axes, frozenset({*sharding, *partial, *scope.ctx.slice_axes}), partial)
 
 
 def _pairs(tree: Any, specs: Any) -> list[tuple[Any, ArraySpec]]:
@@ -150,7 +162,7 @@ def parameter_layout(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_loc
     shape = tuple(size * (n if is_local else 1) for size, n in zip(array.shape, factors, strict=True))
     dtype = np.dtype(ctx.compute_dtype or array.dtype) if stored and array.dtype.kind == "f" else array.dtype
     varies = varies_over(array) if is_local else frozenset(ctx.gradient_axes) | {a for over in axes for a in over}
-    return Layout(shape, dtype, axes, dims, (), varies, any(axes), stored)
+    return Layout(shape, dtype, axes, dims, (), varies, any(axes), True, stored)
 
 
 def _check_order(dim: str, ctx: ParallelContext) -> None:

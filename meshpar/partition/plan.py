@@ -105,6 +105,8 @@ class Scope:
         self.outer = outer
         self.observer = outer.observer if outer else observer
         self.caller: Source | None = outer.caller if outer else None
+        self.in_8_bits: list[str] = outer.in_8_bits if outer else []
+        """The lines of the products that are rounded to `ctx.number_format`."""
         self.is_derivative = is_derivative or bool(outer and outer.is_derivative)
         self.program = Program(dict(ctx.mesh.shape))
         self.captured: list[tuple[Placed, int]] = []
@@ -352,11 +354,13 @@ class Scope:
         summed = tuple(axis for label in signature.summed for axis in assigned.get(label, ()))
         closed = {axis for label in signature.closed for axis in assigned.get(label, ())}
         pinned = signature.views and nodes[0].layout.is_pinned
+        operands = [node.layout for node in nodes if math.prod(node.layout.shape) > 1]  # numbers scale a weight
+        is_weight = bool(operands) and all(layout.is_weight for layout in operands)
         axes = [sharded(labels, assigned) for labels in signature.outs]
         return [
             Layout(
                 tuple(v.aval.shape), v.aval.dtype, over, tuple(names.get(x, "") for x in labels), (*partial, *summed),
-                varies - closed | {axis for dim in over for axis in dim}, pinned,
+                varies - closed | {axis for dim in over for axis in dim}, pinned, is_weight,
             )
             for v, labels, over in zip(eqn.outvars, signature.outs, axes, strict=True)
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Writes the table of models and layouts into `docs/guides/your-model.md`, from what `tests/equivalence` parametrizes.
+"""Writes the tables of models, layouts and strategies into `docs/guides/your-model.md`, from `tests/equivalence`.
 
 PYTHONPATH=. python -m tests.docs.matrix
 """
@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.docs.page import ROOT
+from tests.equivalence import test_strategies_of_any_model as strategies
 from tests.equivalence.test_zoo import LAYOUTS, cases
 from tests.zoo import MODELS
 
 PAGE = ROOT / "docs" / "guides" / "your-model.md"
 TABLE = re.compile(r"(?<=<!-- models and layouts -->\n)\n.*?\n(?=\n<!-- end -->)", re.DOTALL)
+STRATEGY_TABLE = re.compile(r"(?<=<!-- models and strategies -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 def mark(case: Any) -> str:
@@ -36,5 +38,17 @@ def table(found: Iterable[Any]) -> str:
     return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
+def strategy_table() -> str:
+    """The table of strategies, from the cases that are tested."""
+    marks = {case.values: "✗" if case.values in strategies.REFUSED else mark(case) for case in strategies.cases()}
+    rows = [
+        ("strategy", *(f"`{model}`" for model in strategies.MODELS)),
+        ("---", *[":-:"] * len(strategies.MODELS)),
+        *((name, *(marks[model, name] for model in strategies.MODELS)) for name in strategies.STRATEGIES),
+    ]
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
 if __name__ == "__main__":
-    PAGE.write_text(TABLE.sub(lambda _: table(cases()), PAGE.read_text()))
+    written = TABLE.sub(lambda _: table(cases()), PAGE.read_text())
+    PAGE.write_text(STRATEGY_TABLE.sub(lambda _: strategy_table(), written))

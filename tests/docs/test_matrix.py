@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.matrix import PAGE, TABLE, mark, table
+from tests.docs.matrix import PAGE, STRATEGY_TABLE, TABLE, mark, strategy_table, table
 from tests.equivalence.test_zoo import KNOWN, cases
 
 
 def test_the_table_of_models_and_layouts_is_up_to_date():
     assert TABLE.findall(PAGE.read_text()) == [table(cases())], "write it: PYTHONPATH=. python -m tests.docs.matrix"
+
+
+def test_the_table_of_models_and_strategies_is_up_to_date():
+    found = STRATEGY_TABLE.findall(PAGE.read_text())
+    assert found == [strategy_table()], "write it: PYTHONPATH=. python -m tests.docs.matrix"
 
 
 def test_control_a_case_that_fails_is_marked():

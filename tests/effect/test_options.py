@@ -92,10 +92,6 @@ IMPORTED = {
         "data.documents_in_row = separate\n    tests.effect.own:build is called with the tokens alone",
     ),
     "precision.cache": ({"precision": {"cache": "int8"}}, "precision.cache\n    only meshpar's own decoders can cache"),
-    "precision.matmul": (
-        {"precision": {"matmul": "int8"}},
-        "precision.matmul\n    only meshpar's own layers multiply in 8 bits",
-    ),
     "parallel.context": ({"parallel": {"context": "ring"}}, "parallel.context\n    only meshpar's own attention meets"),
     "rules": (
         {"rules": ["pipeline"], "mesh": {"data": 2, "pipe": 4}},

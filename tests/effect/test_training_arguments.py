@@ -13,6 +13,7 @@ import pytest
 
 from meshpar import AxisRules, MeshLayout, Parallel, Reduce, constrain, training
 from meshpar.errors import ShardingError
+from meshpar.optim import AdamW, Cosine
 from tests.effect.fingerprint import ADDRESS
 
 ROWS = {"x": np.ones((16, 8, 4), "f")}
@@ -20,6 +21,10 @@ ROWS = {"x": np.ones((16, 8, 4), "f")}
 
 def init(key):
     return {"up": jax.random.normal(key, (4, 8)), "down": jax.random.normal(key, (8, 4))}
+
+
+def wide_init(key):
+    return {"up": jnp.ones((4, 64)), "down": jnp.ones((64, 4))}
 
 
 def loss(params, batch, key):
@@ -68,6 +73,17 @@ CHANGES = {
     "compute_dtype": ({}, jnp.bfloat16),
     "accum_dtype": ({"num_microbatches": 2}, jnp.bfloat16),
     "num_microbatches": ({}, 2),
+    "number_format": ({}, "int8"),
+    "num_steps": ({"tx": AdamW(lr=0.1, schedule=Cosine()), "num_steps": 10}, 20),
+    "lora": ({}, {"rank": 1, "paths": ["up"]}),
+    "freeze": ({}, "up"),
+    "prune": ({"num_steps": 10}, {"kind": "magnitude", "sparsity": 0.5, "paths": ["up"], "every": 1, "times": 1}),
+    "clip_norm": ({}, 0.5),
+    "ema": ({}, 0.9),
+    "params_dtype": ({}, jnp.bfloat16),
+    "master_dtype": ({"params_dtype": jnp.bfloat16}, jnp.float32),
+    "rounding": ({"params_dtype": jnp.bfloat16}, "stochastic"),
+    "offload_optimizer": ({"tx": optax.sgd(0.1, momentum=0.9), "init": wide_init}, True),
 }  # fmt: skip
 """Argument -> (others that it needs, another value)."""
 

@@ -31,6 +31,7 @@ from meshpar import (
     inspect,
     training,
 )
+from meshpar.optim import AdamW
 
 ROWS = {"x": np.ones((16, 4), "f"), "y": np.ones(16, "f")}
 RULES = AxisRules(preset="replicated", unnamed=())
@@ -208,7 +209,10 @@ STRATEGIES = {
         "parallel.gradient_reduction\n    under lowering='auto', XLA reduces gradients as it chooses\n"
         "    lowering='manual', or",
     ),
-    "local updates": ({"parallel": LOCAL}, "parallel.local\n    a training has no number of steps, from which the"),
+    "local updates": (
+        {"parallel": LOCAL},
+        "parallel.local\n    it depends on the number of steps of the whole training",
+    ),
     "an overlap": (
         {"parallel": Parallel(tensor=TensorParallel(overlap="ring"))},
         "parallel.tensor.overlap\n    only meshpar's own layers communicate in chunks, not those of your model",
@@ -221,7 +225,6 @@ STRATEGIES = {
         {"parallel": Parallel(expert="gather")},
         "parallel.expert\n    no tokens travel: the rules do not shard experts",
     ),
-    "eight bits": ({"number_format": "int8"}, "number_format\n    training has no such argument"),
     "axes across slices": ({"dcn_axes": ("data",)}, "dcn_axes\n    training has no such argument"),
     "64 bits": ({"accum_dtype": jnp.float64}, "accum_dtype\n    JAX would compute in float32, because its 64-bit mode"),
 }
@@ -261,12 +264,75 @@ def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(how):
     assert message in str(error.value)
 
 
+OPTIONS = {
+    "eight bits by XLA": (
+        {"number_format": "int8", "lowering": "auto"},
+        "number_format\n    your loss is partitioned by XLA, which knows of no scales\n    lowering='manual', or",
+    ),
+    "eight bits on shards": (
+        {"number_format": "int8", "manual": True},
+        "number_format\n    your loss computes its products itself\n    manual=False",
+    ),
+    "LoRA on shards": ({"lora": {"paths": ["w"]}, "manual": True}, "lora\n    a loss for local shards gets its shards"),
+    "LoRA without a kernel": (
+        {"lora": {"paths": ["w"]}},
+        "lora.paths\n    'w' matches no parameter that is multiplied as a matrix",
+    ),
+    "an unknown key of LoRA": ({"lora": {"rnk": 2}}, "rnk\n    unknown key\n    did you mean rank?"),
+    "a path to freeze": ({"freeze": "v"}, "freeze.0.paths\n    no parameter matches 'v'"),
+    "all frozen": ({"freeze": "w"}, "freeze\n    every parameter is frozen for the whole run"),
+    "a thaw without steps": (
+        {"freeze": {"paths": "w", "until": 2}},
+        "freeze.until\n    it depends on the number of steps of the whole training\n    pass num_steps=",
+    ),
+    "an average of slices": (
+        {"parallel": LOCAL, "num_steps": 2, "ema": 0.9},
+        "ema\n    a slice would average its own parameters",
+    ),
+    "rounds that do not end": (
+        {"parallel": LOCAL, "num_steps": 3},
+        "num_steps\n    3 steps after parallel.local.start = 0 cannot be divided into rounds of 2",
+    ),
+    "pruning beyond the end": (
+        {"prune": {"kind": "magnitude", "sparsity": 0.5, "paths": ["w"]}, "num_steps": 3},
+        "prune\n    the last pruning is after step 1000, and num_steps = 3",
+    ),
+    "pruning slices": (
+        {"prune": {"kind": "magnitude", "sparsity": 0.5, "paths": ["w"], "every": 1, "times": 1}, "parallel": LOCAL,
+         "num_steps": 2},
+        "prune\n    slices would prune different weights",
+    ),
+    "stochastic float32": (
+        {"rounding": "stochastic"},
+        "rounding\n    stochastic is for params_dtype=bfloat16",
+    ),
+    "two ways to clip": (
+        {"tx": AdamW(lr=0.1), "clip_norm": 1.0, "num_steps": 2},
+        "clip_norm\n    AdamW has a clip_norm of its own",
+    ),
+}  # fmt: skip
+"""Options of `training` that do not fit each other."""
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_do_not_fit_are_refused(case):
+    more, message = OPTIONS[case]
+    with pytest.raises(ConfigError) as error:
+        made(**more)
+    assert message in str(error.value)
+
+
+def test_eight_bits_without_a_product_are_refused():
+    with pytest.raises(ConfigError, match="int8: no product of the loss has an activation and a parameter"):
+        traced(number_format="int8")
+
+
 def test_all_strategies_without_effect_are_refused_at_once():
     parallel = REDUCED.model_copy(update={"pipeline": OneFOneB(num_microbatches=4), "local": LOCAL.local})
     with pytest.raises(ConfigError) as error:
-        made(parallel=parallel, lowering="auto")
+        made(parallel=parallel, lowering="auto", num_steps=2)
     assert [line for line in str(error.value).splitlines() if line.startswith("  parallel")] == [
-        "  parallel.local", "  parallel.pipeline", "  parallel.gradient_reduction",
+        "  parallel.pipeline", "  parallel.gradient_reduction", "  parallel.local",
     ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def run(collective):
 
 @pytest.mark.slow
 def test_a_permute_in_a_branch_waits_for_devices_that_take_another():
-    """When this fails, XLA no longer waits, and `REFUSED` in experiment/validate.py can lose its rows."""
+    """When this fails, XLA no longer waits, and `REFUSED` in parallel/combinations.py can lose its rows."""
     done = run("permute")
     assert done.returncode < 0
     assert "collective permute" in done.stderr

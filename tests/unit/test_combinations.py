@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from meshpar import ConfigError, Run, prepare
-from meshpar.experiment import validate
-from meshpar.experiment.validate import FEATURES, REFUSED
+from meshpar.experiment.validate import FEATURES
+from meshpar.parallel import combinations as table
+from meshpar.parallel.combinations import REFUSED
 
 MODEL = {
     "kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 258,
@@ -85,5 +86,5 @@ def test_a_pair_is_refused_if_the_table_says_so(first, second):
 
 
 def test_control_without_the_table_pairs_pass(monkeypatch):
-    monkeypatch.setattr(validate, "REFUSED", {})
+    monkeypatch.setattr(table, "REFUSED", {})
     assert not refused("parallel.tensor.overlap", "parallel.pipeline")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from meshpar.parallel.linear import matmul
+from meshpar.partition.plan import Scope
+from meshpar.partition.rules.quantized import in_8_bits
 from meshpar.partition.rules.rule import Rule, bind, same, signed
 from meshpar.partition.signature import Call, Compute, Signature
 
@@ -44,6 +47,12 @@ def _by_matrix(num_contracted: int) -> Compute:
         return [matmul(of_rows, kernel.reshape(width, -1)).reshape(call.local_shapes[0])]
 
     return compute
+
+
+def product(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """A product; in 8 bits where a layer multiplies by its weights, if the context asks for it."""
+    signature = dot_general(eqn)
+    return scope.operation(eqn, in_8_bits(scope, eqn, signature, nodes) or signature, nodes)
 
 
 def _labels(ndim: int, side: int, contracting: Any, batch: Any) -> tuple[Any, ...]:
@@ -99,7 +108,7 @@ def ragged_dot(eqn: Any) -> Signature:
 
 
 RULES: dict[str, Rule] = {
-    "dot_general": signed(dot_general),
+    "dot_general": product,
     "conv_general_dilated": signed(convolution),
     "ragged_dot_general": signed(ragged_dot),
 }

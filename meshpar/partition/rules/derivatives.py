@@ -84,8 +84,12 @@ def _floats(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
 class _Half:
     """A planned half of a derivative, or the function itself."""
 
-    program: Program
+    scope: Scope
     results: list[Placed]
+
+    @property
+    def program(self) -> Program:
+        return self.scope.program
 
     @classmethod
     def planned(cls, scope: Scope, closed: ClosedJaxpr, ins: Sequence[Layout]) -> _Half:
@@ -93,7 +97,7 @@ class _Half:
         results = inner.plan(closed.jaxpr, closed.consts, [inner.input(layout) for layout in ins])
         placed = [inner.settled(node) for node in results]
         inner.program.outputs = [Use(one.register) for one in placed]
-        return cls(inner.program, placed)
+        return cls(inner, placed)
 
     def return_in(self, layouts: Sequence[Layout], parts: Sequence[Axes] | None = None) -> None:
         """Makes the program return its first results in these layouts.

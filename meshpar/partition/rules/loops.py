@@ -62,7 +62,8 @@ def carried_layout(scope: Scope, node: Any) -> Layout:
     node = scope.ready(node)
     axes = scope.settled_axes(node.layout) if isinstance(node, Placed) else ((),) * len(node.layout.shape)
     left = node.layout.varies - node.layout.used - {*node.layout.pending}
-    return replace(node.layout, axes=axes, pending=(), varies=left | {a for dim in axes for a in dim}, is_pinned=False)
+    varies = left | {a for dim in axes for a in dim}
+    return replace(node.layout, axes=axes, pending=(), varies=varies, is_pinned=False, is_weight=False)
 
 
 def _next(body: Body, carried: Sequence[Layout], keeps_axes: bool) -> list[Layout]:
@@ -203,8 +204,9 @@ class _Scanned:
 
 def _stacked(layout: Layout, length: int) -> Layout:
     return replace(
-        layout, shape=(length, *layout.shape), axes=((), *layout.axes), names=("", *layout.names), is_pinned=False
-    )
+        layout, shape=(length, *layout.shape), axes=((), *layout.axes), names=("", *layout.names), is_pinned=False,
+        is_weight=False,
+    )  # fmt: skip
 
 
 def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -250,7 +252,7 @@ def cond(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         )
         uses = [body.scope.use(body.scope.demand(x, axes), axes) for body, x in zip(bodies, found, strict=True)]
         varies = frozenset().union(*(use.varies for use in uses)) | index.layout.varies
-        results.append(replace(found[0].layout, axes=axes, pending=(), varies=varies, is_pinned=False))
+        results.append(replace(found[0].layout, axes=axes, pending=(), varies=varies, is_pinned=False, is_weight=False))
     for body in bodies:
         body.returning(results)
     arguments = [Use(one.register) for one in (index, *operands)]

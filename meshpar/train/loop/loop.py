@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from meshpar.errors import MeshparError, RunError
 from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
 from meshpar.train.copies.copies import Copies
-from meshpar.train.data import Dataset
 from meshpar.train.evaluate import Callback, Evaluation, called
 from meshpar.train.loop.feed import local_rows, put
 from meshpar.train.loop.profile import profiled
@@ -38,11 +37,20 @@ from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
 
 
+class Reads(Protocol):
+    """Batches by index, such as a `Dataset`."""
+
+    def batches(self, start: int = 0, rows: Any = None) -> Generator[Any, None, None]:
+        """The batches from `start` on; of each only these rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class Loop:
     """Trains, evaluates, logs and saves at given intervals.
 
     Args:
+      held_out: the rows of evaluations; None to record the callbacks' metrics alone.
       config: the run's config, which is recorded.
       log_every, eval_every: in steps, as is `checkpoints.retention.every`; None for only at the end. The first step is
         logged too.
@@ -62,8 +70,8 @@ class Loop:
 
     step: Step
     evaluate: Evaluation
-    train: Dataset
-    held_out: Dataset
+    train: Reads
+    held_out: Reads | None
     recorder: Recorder
     checkpoints: Checkpoints
     config: dict[str, Any]
@@ -261,6 +269,8 @@ class Loop:
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
         """Records and returns the means over the held-out data; returns none if a signal comes meanwhile."""
+        if self.held_out is None:
+            return self._record_evaluation(called(self.callbacks, state, index, {"tokens"}), index)
         params = averaged(state)
         sums_of_batches = []
         with closing(self.held_out.batches(rows=self._rows)) as held_out:
@@ -274,8 +284,12 @@ class Loop:
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
         means |= called(self.callbacks, state, index, {*means, "tokens"})
-        self.recorder.record("evaluation", index, **means, tokens=tokens)
-        self.evaluated.append({"step": index, **means, "tokens": tokens})
+        return self._record_evaluation(means, index, tokens=tokens)
+
+    def _record_evaluation(self, means: dict[str, float], index: int, **more: float) -> dict[str, float]:
+        if means:
+            self.recorder.record("evaluation", index, **means, **more)
+            self.evaluated.append({"step": index, **means, **more})
         return means
 
     def _stops(self, index: int) -> bool:

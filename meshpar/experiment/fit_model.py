@@ -1,0 +1,146 @@
+"""Trains a Flax model, or a `Training`, in one call, which logs, evaluates, saves and resumes as a run does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshpar.checkpoint import checkpoints as saving
+from meshpar.checkpoint.agree import check_same
+from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints
+from meshpar.checkpoint.lock import hold
+from meshpar.checkpoint.retention import Retention
+from meshpar.checkpoint.saved import FOLDER, Checkpoint
+from meshpar.errors import ConfigError, Problems
+from meshpar.experiment.arrays import Data, Rows, batches, held_out_batches
+from meshpar.interop.training import training
+from meshpar.mesh.cursor import of_process as cursor_of
+from meshpar.mesh.join import check_joined
+from meshpar.progress import say
+from meshpar.regular import remote
+from meshpar.train.begin import Beginning, saved_structs
+from meshpar.train.evaluate import Callback
+from meshpar.train.loop.loop import Loop
+from meshpar.train.loop.signals import Signals
+from meshpar.train.loop.stopping import EarlyStopping
+from meshpar.train.records import announce
+from meshpar.train.records.loggers import Logger
+from meshpar.train.records.metrics import Recorder, recorder
+from meshpar.train.state import TrainState
+from meshpar.train.step import Step
+from meshpar.train.training import Training
+
+
+def fit_model(
+    subject: Any,
+    loss: Callable[..., Any] | None = None,
+    data: Data | None = None,
+    *,
+    num_steps: int,
+    run_dir: Path | str,
+    tx: Any = None,
+    batch_size: int | None = None,
+    held_out: Rows | None = None,
+    log_every: int = 10,
+    eval_every: int | None = None,
+    checkpoints: Retention | int | dict[str, Any] | None = None,
+    early_stopping: EarlyStopping | dict[str, Any] | None = None,
+    max_skipped_steps: int | None = 10,
+    check_replicas_every: int | None = 100,
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[Callback] = (),
+    json: bool = False,
+    signals: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> TrainState:
+    """See `meshpar.fit`."""
+    check_joined()
+    run_dir, retention = _checked(subject, loss, tx, data, run_dir, held_out, eval_every, early_stopping, checkpoints)
+    assert data is not None, "checked above"
+    reads = batches(data, batch_size, seed)
+    example = reads[0]
+    made = subject
+    if not isinstance(subject, Training):
+        assert loss is not None, "checked above"
+        made = training(subject, loss, tx, example, num_steps=num_steps, seed=seed, **options)
+    elif options:
+        raise ConfigError(f"{', '.join(options)}: the Training that is fitted has these already; pass them to training")
+    size = next(iter(example.values())).shape[0]
+    evaluated = held_out_batches(held_out, size)
+    config = {"num_steps": num_steps, "batch_size": size, "seed": seed}
+    check_same({"config": config})
+    received = Signals()
+    about = CheckpointMetadata(config, made.placement.dims, seed, size)
+    with (
+        received.listening() if signals else nullcontext(),
+        hold(run_dir),
+        recorder(run_dir, num_steps, json, loggers) as records,
+        saving.checkpoints(run_dir / FOLDER, retention, about) as saved,
+    ):
+        step, state = _begun(made, saved, records, config, run_dir)
+        loop = Loop(
+            step, made.lazy_evaluation(), reads, evaluated, records, saved, config, num_steps, log_every, eval_every,
+            early_stopping=None if early_stopping is None else EarlyStopping.model_validate(early_stopping),
+            callbacks=callbacks, max_skipped_steps=max_skipped_steps, check_replicas_every=check_replicas_every,
+            signals=received, cursor=cursor_of(run_dir),
+        )  # fmt: skip
+        first = int(state.step)
+        state = loop.fit(state)
+    if int(state.step) == first and jax.process_index() == 0:
+        say(announce.nothing(run_dir, first, {}))
+    return state
+
+
+def _begun(
+    made: Training, saved: Checkpoints, records: Recorder, config: dict[str, Any], run_dir: Path
+) -> tuple[Step, TrainState]:
+    """The compiled step, and the state of the last checkpoint or the first one."""
+    source = saved.newest(partial(saved_structs, made))
+    _check_same_data(source, config, run_dir)
+    beginning = Beginning(made, source, config=config) if source else None
+    step = made.compile_step()
+    if beginning is None:
+        return step, made.compile_init()()
+    state = beginning.state()
+    records.record("restored", int(state.step), **beginning.record())
+    return step, state
+
+
+def _check_same_data(source: Checkpoint | None, config: dict[str, Any], run_dir: Path) -> None:
+    """Refuses to resume where rows would be read twice, or not at all."""
+    before = source.meta["config"] if source else {}
+    problems = Problems()
+    for name in ("batch_size", "seed"):
+        if name in before and before[name] != config[name]:
+            what = f"was {before[name]} in {run_dir}, and is {config[name]}: rows would be read twice, or not at all"
+            problems.add(name, what, f"{name}={before[name]}, or another run_dir")
+    problems.raise_any(ConfigError, "the run cannot be resumed:")
+
+
+def _checked(
+    subject: Any, loss: Any, tx: Any, data: Any, run_dir: Any, held_out: Any, eval_every: Any, early_stopping: Any,
+    retention: Any,
+) -> tuple[Path, Retention]:  # fmt: skip
+    problems = Problems()
+    is_training = isinstance(subject, Training)
+    for name, value in {"loss": loss, "tx": tx}.items():
+        if is_training == (value is not None):
+            what = "the Training that is fitted has one" if is_training else "it is missing"
+            problems.add(name, what, f"no {name}" if is_training else f"pass {name}=")
+    if data is None:
+        problems.add("data", "it is missing", "pass data=, a dict of arrays, or a function: step -> batch")
+    if address := remote(run_dir):
+        problems.add("run_dir", *address)
+    for name, value in {"eval_every": eval_every, "early_stopping": early_stopping}.items():
+        if value and held_out is None:
+            problems.add(name, "there are no rows to evaluate", "pass held_out=, a dict of arrays")
+    if early_stopping and not eval_every:
+        problems.add("early_stopping", "it needs evaluations", "set eval_every, the steps between them")
+    problems.raise_any(ConfigError, "these arguments of fit are wrong:")
+    return Path(run_dir), Retention() if retention is None else Retention.model_validate(retention)

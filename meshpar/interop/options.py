@@ -1,0 +1,182 @@
+"""The options of `meshpar.training` besides the model: optimizer, LoRA, freezing, pruning and dtypes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+import pydantic
+
+from meshpar.errors import ConfigError, Problems
+from meshpar.nn.lora import LoRA, is_lora
+from meshpar.optim import elementwise
+from meshpar.optim.base import Descent
+from meshpar.optim.freeze import Freeze, for_good, frozen_until, thawing
+from meshpar.optim.pruning import Prune, Pruning
+from meshpar.optim.wrapped import Wrapping
+from meshpar.parallel.checks import check_float64
+from meshpar.parallel.combinations import check_combinations
+from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.local_updates import KEY
+from meshpar.parallel.rounds import Rounds
+from meshpar.parallel.trainable import without
+from meshpar.train.step import Update
+from meshpar.tree import flatten_with_paths
+
+Rounding = Literal["nearest", "stochastic"]
+Frozen = Freeze | str | Sequence[str] | dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """See `meshpar.training`.
+
+    Args:
+      tx: an Optax transformation, or one of `meshpar.optim`.
+    """
+
+    tx: optax.GradientTransformation | Descent
+    num_steps: int | None
+    lora: LoRA | None
+    freeze: tuple[Freeze, ...]
+    clip_norm: float | None
+    params_dtype: Any
+    wrapping: Wrapping
+
+    @property
+    def needs_kinds(self) -> bool:
+        """Whether it depends on how the loss uses each parameter."""
+        return bool(self.lora or self.wrapping.prune or isinstance(self.tx, Descent))
+
+    def check(self, ctx: ParallelContext, is_local: bool, problems: Problems) -> None:
+        """Adds each option that does not fit the others.
+
+        Args:
+          is_local: whether the loss is written for local shards.
+        """
+        local, prune = ctx.parallel.local, self.wrapping.prune
+        self._check_dtypes(problems)
+        self._check_num_steps(ctx, problems)
+        if prune and self.num_steps:
+            prune.check(self.num_steps, self.wrapping.ema, problems)
+        if local:
+            params = self.params_dtype and np.dtype(self.params_dtype).name
+            local.check_state(self.wrapping.ema, self.wrapping.master_dtype, params, problems)
+        if self.lora and is_local:
+            what = "a loss for local shards gets its shards of a kernel, to which it adds its own updates"
+            problems.add("lora", what, "manual=False, or no lora")
+        used = {
+            "lora": self.lora, "prune": prune, "parallel.local": local, "freeze": self.freeze,
+            "precision.matmul": ctx.number_format,
+        }  # fmt: skip
+        check_combinations([key for key, value in used.items() if value], problems)
+
+    def _check_num_steps(self, ctx: ParallelContext, problems: Problems) -> None:
+        local = ctx.parallel.local
+        if self.num_steps is None:
+            needing = {
+                KEY: local, "prune": self.wrapping.prune, "freeze.until": any(one.until for one in self.freeze),
+                "tx": isinstance(self.tx, Descent),
+            }  # fmt: skip
+            for key in (key for key, value in needing.items() if value):
+                problems.add(key, "it depends on the number of steps of the whole training", "pass num_steps=")
+        elif local:
+            local.check_steps(self.num_steps, problems)
+        if isinstance(self.tx, Descent):
+            return
+        if local and local.growth is not None:
+            what = "rounds grow by the learning rate, which an Optax transformation does not tell"
+            problems.add(f"{KEY}.growth", what, f"{KEY}.growth=null, or tx=meshpar.optim.AdamW(lr=...)")
+        if any(one.until for one in self.freeze):
+            what = "the moments of a parameter that thaws begin at zero, for which an Optax transformation is no help"
+            problems.add("freeze.until", what, "no until, or tx=meshpar.optim.AdamW(lr=...)")
+
+    def _check_dtypes(self, problems: Problems) -> None:
+        for name, dtype in (("params_dtype", self.params_dtype), ("master_dtype", self.wrapping.master_dtype)):
+            check_float64(name, dtype, problems)
+        if self.wrapping.rounding != "stochastic":
+            return
+        if self.params_dtype is None or np.dtype(self.params_dtype).name != "bfloat16":
+            what = "stochastic is for params_dtype=bfloat16"
+            problems.add("rounding", what, "params_dtype=jnp.bfloat16, or rounding='nearest'")
+        if self.wrapping.master_dtype:
+            problems.add("rounding", "stochastic replaces the master copy", "set only one of the two")
+
+    def frozen(self, specs: Any) -> Any:
+        """For how many steps each parameter is frozen; None if none is. With LoRA, only its matrices are trained."""
+        freeze = self.freeze
+        if self.lora:
+            freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+        return frozen_until(freeze, specs, self.num_steps or sys.maxsize) if freeze else None
+
+    def update(self, specs: Any, frozen: Any, kinds: Any) -> Update:
+        """The optimizer of the parameters that are not frozen for good.
+
+        Args:
+          specs: tree of `ArraySpec`.
+          kinds: the same of `Matrix`; None if nothing needs it.
+        """
+        never = for_good(frozen)
+        trained = kinds and without(kinds, never)
+        tx, clip_norm, rate = self.tx, self.clip_norm, None
+        if isinstance(tx, Descent):
+            assert self.num_steps, "`check` requires it"
+            clip_norm, rate = tx.clip_norm, tx.learning_rate(self.num_steps)
+            is_elementwise = tx.elementwise and self.wrapping.is_elementwise
+            tx = tx.build(self.num_steps, trained, thawing(frozen))
+        else:
+            structs = jax.tree.map(lambda spec: spec.struct, without(specs, never))
+            is_elementwise = self.wrapping.is_elementwise and elementwise.is_elementwise(tx, structs)
+        tx = self.wrapping.of(tx, without(specs, never), trained)
+        return Update(tx, clip_norm, rate, self.wrapping.dtype, is_elementwise=is_elementwise)
+
+    def rounds(self, ctx: ParallelContext) -> Rounds | None:
+        """When the rounds of local updates end; None without them."""
+        local = ctx.parallel.local
+        if local is None:
+            return None
+        assert self.num_steps, "`check` requires it"
+        rate = self.tx.learning_rate(self.num_steps) if isinstance(self.tx, Descent) else lambda updates: 1.0
+        return local.rounds(self.num_steps, rate)
+
+
+def options(
+    tx: Any,
+    num_steps: int | None,
+    lora: LoRA | dict[str, Any] | None,
+    freeze: Frozen | Sequence[Frozen],
+    prune: Prune | dict[str, Any] | None,
+    *,
+    clip_norm: float | None,
+    ema: float | None,
+    params_dtype: Any,
+    **wrapping: Any,
+) -> Options:
+    """The options as `training` gets them.
+
+    Raises:
+      ConfigError: a value is none that a config accepts.
+    """
+    given = [freeze] if isinstance(freeze, (str, dict, Freeze)) else freeze
+    if isinstance(tx, Descent):
+        problems = Problems()
+        for name, value in {"clip_norm": clip_norm, "ema": ema}.items():
+            if value is not None:
+                problems.add(name, f"{type(tx).__name__} has a {name} of its own", f"{type(tx).__name__}({name}=...)")
+        problems.raise_any(ConfigError, "these arguments of training are wrong:")
+        ema = tx.ema
+    pruning = None if prune is None else pydantic.TypeAdapter[Prune](Pruning).validate_python(prune)
+    return Options(
+        tx=tx,
+        num_steps=num_steps,
+        lora=None if lora is None else LoRA.model_validate(lora),
+        freeze=tuple(Freeze.model_validate(one) for one in given),
+        clip_norm=clip_norm,
+        params_dtype=params_dtype,
+        wrapping=Wrapping(prune=pruning, ema=ema, **wrapping),
+    )

@@ -1,0 +1,365 @@
+"""Each strategy of the manual lowering, for models that are no decoders of meshpar's.
+
+A strategy that does not round equals plain JAX and the user's own loss on one device; one that rounds fulfils the law
+of its rounding. `tests/docs/matrix.py` writes the table of these tests into the guide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshpar import ConfigError, Parallel, Reduce, averaged, inspect, verify
+from meshpar.collectives.algorithms import ALGORITHMS
+from meshpar.experiment.config import Precision
+from meshpar.experiment.prepare import prepare
+from meshpar.mesh.layout import MeshLayout
+from meshpar.optim import AdamW
+from meshpar.parallel import quantized
+from meshpar.partition.rules import derivatives
+from meshpar.train.error_feedback import REDUCE
+from meshpar.train.program import shardings, with_rows
+from meshpar.tree import flatten_with_paths, map_with_path, matching
+from tests.comparison import largest_difference
+from tests.equivalence import test_zoo as zoo_tests
+from tests.equivalence.strategies import (
+    KERNELS,
+    RATE,
+    ROWS,
+    adopted,
+    batches,
+    by_hand,
+    difference,
+    mean_of,
+    model,
+    plain_loss,
+    trained,
+)
+
+EXACT = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def equals(name: str, layout: str, expected: Any = None, **options: Any) -> float:
+    """How far the losses and parameters of two steps are from those by hand."""
+    losses, state = trained(adopted(name, layout, **options), name)
+    return difference((losses, state.params), expected or by_hand(name))
+
+
+# Reductions ---------------------------------------------------------------------------------------------------------
+
+
+def reduction(name):
+    reduce = Reduce(algorithm="ring", bucket_bytes="3KiB")
+    assert equals(name, "cube", parallel=Parallel(gradient_reduction=reduce)) < EXACT
+
+
+def reduction_in_int8(name):
+    def sent(across):
+        parallel = Parallel(gradient_reduction=Reduce(across=across))
+        made = adopted(name, "data8", parallel=parallel, accum_dtype=np.float32)
+        return sum(inspect(made.compile_step().compiled, made.mesh).bytes_per_axis.values())
+
+    assert sent("int8") < 0.27 * sent("exact")
+
+
+def error_feedback(kind, name):
+    """What is sent, and what the devices keep for the next step, are together the exact sum of the gradients."""
+    made = adopted(name, "data4", parallel=Parallel(gradient_reduction=Reduce(across=kind)))
+    (batch, *_) = batches(name, 1)
+    state = made.compile_init()()
+    found = jax.device_get(
+        jax.jit(made.gradients)(state.params, with_rows(made.put(batch)), np.int32(0), state.carried)
+    )
+    exact = jax.jit(jax.grad(plain_loss(name)))(model(name)[1], batch)
+    lost = jax.tree.map(lambda x: np.sum(x, 0), found.carried[REDUCE]["lost"])
+    both = jax.tree.map(lambda grad, error: grad + error / found.tokens, found.grads, lost)
+    assert difference(both, exact) < 1e-8 < difference(found.grads, exact)  # errors are stored in float32
+
+
+# Local updates ------------------------------------------------------------------------------------------------------
+
+
+def in_slices(name: str, after: Callable[[int, list[Any]], list[Any]], num_steps: int) -> list[Any]:
+    """The parameters of two slices that train alone, on the rows of theirs.
+
+    Args:
+      after: (step, the slices' parameters) -> these after the step.
+    """
+    grad = jax.jit(jax.grad(plain_loss(name)))
+    slices = [model(name)[1]] * 2
+    for index, batch in enumerate(batches(name, num_steps), 1):
+        for i in range(2):
+            rows = {key: x[i * ROWS // 2 : (i + 1) * ROWS // 2] for key, x in batch.items()}
+            slices[i] = jax.device_get(jax.tree.map(lambda p, g: p - RATE * g, slices[i], grad(slices[i], rows)))
+        slices = after(index, slices)
+    return slices
+
+
+def local(name: str, num_steps: int, **settings: Any) -> Any:
+    """The parameters after a training with local updates over the axis replica."""
+    parallel = Parallel(local={"axis": "replica", **settings})
+    return trained(adopted(name, "hsdp", parallel=parallel, num_steps=num_steps), name, num_steps)[1].params
+
+
+def local_sgd(name):
+    def after(step, slices):
+        return [mean_of(slices)] * 2 if step == 2 else slices
+
+    assert difference(local(name, 2, every=2), in_slices(name, after, 2)[0]) < EXACT
+
+
+def diloco(name):
+    shared, momentum = [model(name)[1]], [jax.tree.map(np.zeros_like, model(name)[1])]
+
+    def after(step, slices):
+        if step % 2:
+            return slices
+        gradient = jax.tree.map(lambda p, mean: p - mean, shared[-1], mean_of(slices))
+        momentum.append(jax.tree.map(lambda m, g: 0.9 * m + g, momentum[-1], gradient))
+        shared.append(jax.tree.map(lambda p, m, g: p - 0.7 * (0.9 * m + g), shared[-1], momentum[-1], gradient))
+        return [shared[-1]] * 2
+
+    assert difference(local(name, 4, every=2, outer="nesterov"), in_slices(name, after, 4)[0]) < EXACT
+
+
+# Numbers ------------------------------------------------------------------------------------------------------------
+
+
+def microbatches(name):
+    assert equals(name, "cube", by_hand(name, parts=2), num_microbatches=2) < EXACT
+
+
+def compute_in_bfloat16(name):
+    losses, _ = trained(adopted(name, "cube", compute_dtype=jnp.bfloat16), name)
+    expected, _ = by_hand(name)
+    assert EXACT < largest_difference(losses, expected) < 0.05 * max(expected)
+
+
+def master_copy(name):
+    def narrowed(params, batch):
+        return plain_loss(name)(jax.tree.map(lambda p: p + jax.lax.stop_gradient(_narrow(p) - p), params), batch)
+
+    first = jax.tree.map(_narrow, model(name)[1])
+    made = adopted(name, "cube", params_dtype=jnp.float32, master_dtype=jnp.float64, accum_dtype=np.float64)
+    _, state = trained(made, name)
+    assert difference(state.opt_state.master, by_hand(name, loss=narrowed, params=first)[1]) < EXACT
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+
+
+def _narrow(x):
+    return x.astype(np.float32).astype(np.float64)
+
+
+def products_in(number_format, name):
+    one, whole = (trained(adopted(name, layout, number_format=number_format), name) for layout in ("one", "cube"))
+    assert difference((one[0], one[1].params), (whole[0], whole[1].params)) < EXACT
+    assert EXACT < largest_difference(one[0], by_hand(name)[0]) < 0.05 * max(one[0])
+
+
+# What is trained ----------------------------------------------------------------------------------------------------
+
+
+def lora(name):
+    made = adopted(name, "cube", lora={"rank": 2, "alpha": 4, "paths": KERNELS[name]}, tx=optax.sgd(RATE))
+    # `b` begins at zero, so the gradient of `a` is zero in the first step, and not in the second.
+    start = jax.device_get(made.compile_init()().params)
+    _, state = trained(made, name)
+
+    def merged(trained, batch):
+        return plain_loss(name)(_merged(_with(start, trained)), batch)
+
+    first = {path: x for path, x in flatten_with_paths(start).items() if ".lora." in path}
+    _, expected = by_hand(name, loss=merged, params=first)
+    assert difference(state.params, _with(start, expected)) < EXACT
+    assert difference(first, expected) > EXACT
+
+
+def _with(tree, leaves):
+    return map_with_path(lambda path, x: leaves.get(path, x), tree)
+
+
+def _merged(tree):
+    """The kernels, stacks of matrices or single ones, with `alpha / rank = 2` times their updates."""
+    merged = {}
+    for name, child in tree.items():
+        if name != "lora":
+            merged[name] = _merged(child) if isinstance(child, dict) else child
+    for name, update in tree.get("lora", {}).items():
+        a, b = update["a"], update["b"]
+        columns = b.reshape(*b.shape[: a.ndim - 1], -1)
+        merged[name] = merged[name] + 2 * (a @ columns).reshape(merged[name].shape)
+    return merged
+
+
+def frozen(name):
+    glob = KERNELS[name][0] + "**"
+    paths = {*matching(flatten_with_paths(model(name)[1]), glob)}
+    assert paths
+    _, state = trained(adopted(name, "cube", freeze=glob), name)
+
+    def without(params, batch):
+        held = map_with_path(lambda path, x: jax.lax.stop_gradient(x) if path in paths else x, params)
+        return plain_loss(name)(held, batch)
+
+    assert difference(state.params, by_hand(name, loss=without)[1]) < EXACT
+
+
+def average(name):
+    _, state = trained(adopted(name, "cube", ema=0.5), name)
+    first, second = (by_hand(name, num)[1] for num in (1, 2))
+    expected = jax.tree.map(lambda p, q: (0.5 * p + q) / 1.5, first, second)
+    assert difference(averaged(state), expected) < EXACT
+
+
+def pruning(name):
+    prune = {"kind": "magnitude", "sparsity": 0.5, "every": 1, "times": 1, "paths": [KERNELS[name][0] + "**"]}
+    one, whole = (trained(adopted(name, layout, prune=prune, num_steps=2), name)[1] for layout in ("one", "cube"))
+    assert difference(one.params, whole.params) < EXACT
+    masks = [x for path, x in flatten_with_paths(whole.opt_state.masks).items()]
+    assert masks and all(mask.mean() == 0.5 for mask in masks)
+
+
+def offloaded_optimizer(name):
+    tx = optax.sgd(RATE, momentum=0.9)
+    on_host, on_device = (adopted(name, "cube", tx, offload_optimizer=is_offloaded) for is_offloaded in (True, False))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(on_host.placement.structs.opt_state) if x.ndim > 1}
+    assert kinds == {"pinned_host"}
+    assert difference(trained(on_host, name)[1].params, trained(on_device, name)[1].params) < EXACT
+
+
+def meshpars_optimizer(name):
+    """`tx=AdamW(...)` decays matrices only, clips and averages, as a config's optimizer does."""
+    tx = AdamW(lr=RATE, weight_decay=0.1, clip_norm=0.5)
+    made = adopted(name, "cube", tx, num_steps=2)
+    _, state = trained(made, name)
+    decays = map_with_path(lambda path, x: x.ndim > 1 and _is_matrix(path), model(name)[1])
+    plain = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(RATE, b1=0.9, b2=0.95, weight_decay=0.1, mask=decays)
+    )
+    params = model(name)[1]
+    opt_state = plain.init(params)
+    for batch in batches(name, 2):
+        updates, opt_state = plain.update(jax.grad(plain_loss(name))(params, batch), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert difference(state.params, params) < 1e-6  # learning rates are float32
+
+
+def _is_matrix(path):
+    return not path.endswith(("bias", "scale", "cls", "pos_embedding", "rel_embedding"))
+
+
+def verified(name):
+    """On each axis alone, and resumed on another mesh."""
+    found = verify(adopted(name, "cube"), batches(name, 2))
+    assert found.is_equal and any("resumed" in row.name for row in found.rows)
+
+
+def overlap(way, name):
+    adopted(name, "cube", parallel=Parallel(fsdp={"overlap": way}))
+
+
+STRATEGIES: dict[str, tuple[Callable[[str], None], str]] = {
+    "declared reduction": (reduction, "gshard"),
+    "reduction in int8": (reduction_in_int8, "gshard"),
+    "reduction in 1 bit": (partial(error_feedback, "onebit"), "gshard"),
+    "reduction by PowerSGD": (partial(error_feedback, "powersgd"), "gshard"),
+    "local SGD": (local_sgd, "vit"),
+    "DiLoCo": (diloco, "gshard"),
+    "microbatches": (microbatches, "vit"),
+    "compute in bfloat16": (compute_in_bfloat16, "gshard"),
+    "master copy": (master_copy, "gshard"),
+    "products in int8": (partial(products_in, "int8"), "vit"),
+    "products in fp8": (partial(products_in, "fp8"), "gshard"),
+    "LoRA": (lora, "gshard"),
+    "frozen by path": (frozen, "gshard"),
+    "average of parameters": (average, "gshard"),
+    "pruning": (pruning, "gshard"),
+    "optimizer on the host": (offloaded_optimizer, "gshard"),
+    "optimizer of a config": (meshpars_optimizer, "gshard"),
+    "verify and resume": (verified, "gshard"),
+    "overlapped products": (partial(overlap, "ring"), "gshard"),
+}
+"""Strategy -> its test, and the model with which CI tries it."""
+MODELS = ("vit", "t5", "gshard")
+NO_PRODUCT = "no product of the loss has an activation and a parameter"
+REFUSED = {
+    **{("gshard", f"products in {name}"): NO_PRODUCT for name in ("int8", "fp8")},
+    **{(name, "overlapped products"): "only meshpar's own layers communicate in chunks" for name in MODELS},
+}
+"""What is refused, and why. Experts, a router and a head, which gshard has, are not rounded."""
+
+
+def cases():
+    for strategy, (_, sampled) in STRATEGIES.items():
+        for name in MODELS:
+            marks = [] if name == sampled else [pytest.mark.slow]
+            yield pytest.param(name, strategy, marks=marks, id=f"{name}-{strategy}".replace(" ", "_"))
+
+
+@pytest.mark.parametrize(("name", "strategy"), list(cases()))
+def test_a_strategy_acts_as_its_theory_says(name, strategy):
+    check = STRATEGIES[strategy][0]
+    if (name, strategy) not in REFUSED:
+        check(name)
+        return
+    with pytest.raises(ConfigError, match=REFUSED[name, strategy]):
+        check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+def test_each_algorithm_is_equal_to_one_device(algorithm):
+    reduce = Reduce(algorithm=algorithm, bucket_bytes="3KiB")
+    assert equals("gshard", "data8", parallel=Parallel(gradient_reduction=reduce)) < EXACT
+
+
+LLAMAS = [
+    ("int8", zoo_tests.CUBE),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("int8", "fsdp8"), ("fp8", "tensor4_sp")]),
+]
+
+
+@pytest.mark.parametrize(("number_format", "layout"), LLAMAS)
+def test_a_plain_llama_rounds_as_meshpars_own_does(number_format, layout):
+    zoo, params, _, expected = zoo_tests.on_one_device("llama")
+    run = zoo_tests.own_llama(MeshLayout(), ["replicated"]).run
+    precision = Precision(params="float64", compute="float64", matmul=number_format)
+    own = prepare(run.model_copy(update={"precision": precision}), run.mesh.build(jax.devices()[:1]))
+    column = np.broadcast_to(np.arange(zoo_tests.SEQ, dtype=np.int32), (ROWS, zoo_tests.SEQ))
+    batch = with_rows(dict(zoo.batch) | {"positions": column, "segments": np.ones_like(column)})
+    want = jax.jit(own.gradients)(zoo_tests.as_own(params), batch, np.int32(0), {})
+    plain = zoo_tests.adopted(zoo, layout, "manual").on(number_format=number_format)
+    placed = jax.device_put(params, shardings(plain.placement.structs.params))
+    got = jax.jit(plain.gradients)(placed, with_rows(plain.put(dict(zoo.batch))), np.int32(0), {})
+    assert largest_difference((got.loss, zoo_tests.as_own(got.grads)), (want.loss, want.grads)) < EXACT
+    assert largest_difference(want.grads, zoo_tests.as_own(expected.grads)) > EXACT
+
+
+# Planted faults -----------------------------------------------------------------------------------------------------
+
+
+def test_planted_gradients_that_are_summed_over_slices_are_seen(monkeypatch):
+    monkeypatch.setattr(derivatives, "_copies", lambda layout, scope: tuple(sorted(layout.varies - layout.used)))
+    with pytest.raises(AssertionError):
+        local_sgd("gshard")
+
+
+@pytest.mark.slow
+def test_planted_scales_of_shards_alone_are_seen(monkeypatch):
+    right = quantized.largest
+    monkeypatch.setattr(quantized, "largest", lambda x, dims, axes: right(x, dims, ()))
+    with pytest.raises(AssertionError):
+        products_in("int8", "vit")
