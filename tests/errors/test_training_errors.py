@@ -212,7 +212,7 @@ STRATEGIES = {
     ),
     "an exchange of experts": (
         {"parallel": Parallel(expert="gather")},
-        "parallel.expert\n    no tokens travel: the rules do not shard experts",
+        "parallel.expert\n    only meshpar's own experts exchange tokens so, not those of your model",
     ),
     "eight bits": ({"number_format": "int8"}, "number_format\n    training has no such argument"),
     "axes across slices": ({"dcn_axes": ("data",)}, "dcn_axes\n    training has no such argument"),
