@@ -54,7 +54,7 @@ def change(name: str, model: str, lowering: str) -> Change:
     for around in (class_name, name, f"{class_name} {model}", f"{class_name} {lowering}"):
         for path, value in AROUND.get(around, {}).items():
             if model != "import" or not path.startswith("model."):
-                _set(base, path, value)
+                _set(base, path, copy.deepcopy(value))
     data = section.data(key) if section.path else section.needed(key) | {key: section.value(key)}
     whole = {one: _written(FIRST, section, one, value) for one, value in data.items()}
     before = {one: value for one, value in whole.items() if one != key or _is_first(section, key)}

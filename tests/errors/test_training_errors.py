@@ -223,7 +223,7 @@ STRATEGIES = {
     ),
     "an exchange of experts": (
         {"parallel": Parallel(expert="gather")},
-        "parallel.expert\n    no tokens travel: the rules do not shard experts",
+        "parallel.expert\n    only meshpar's own experts exchange tokens so, not those of your model",
     ),
     "axes across slices": ({"dcn_axes": ("data",)}, "dcn_axes\n    training has no such argument"),
     "64 bits": ({"accum_dtype": jnp.float64}, "accum_dtype\n    JAX would compute in float32, because its 64-bit mode"),

@@ -22,7 +22,7 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.hardware import Link, Links
 from meshpar.mesh.layout import AxisSizes, MeshLayout
 from meshpar.planning import search as searching
-from meshpar.planning.estimate import work_of
+from meshpar.planning.estimate import Estimate, work_of
 from meshpar.planning.machine import StatedMachine
 from meshpar.planning.rough import Divided, Ends
 from meshpar.planning.space import Layout, layouts
@@ -440,3 +440,10 @@ def test_what_cannot_be_planned_is_an_error(options, message):
 def test_a_machine_whose_links_are_unknown_is_an_error():
     with pytest.raises(MeshError, match="--target tpu7x:2x2x1: the links of TPU7x are not known; those are: TPU v4"):
         meshpar.plan(RUN, "tpu7x:2x2x1")
+
+
+def test_of_layouts_that_take_the_same_time_the_one_that_holds_less_is_first():
+    one = Estimate({"products": 1.0}, beside_s=0.1, states_bytes=20, step_bytes=5)
+    less = replace(one, terms={"products": 1.0001}, states_bytes=10)
+    faster = replace(one, terms={"products": 0.9}, states_bytes=40)
+    assert sorted([one, less, faster], key=lambda estimate: estimate.order) == [faster, less, one]

@@ -6,6 +6,7 @@ import inspect
 import json
 import pydoc
 import re
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -251,17 +252,30 @@ def path(tmp_path) -> str:
     return str(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("as_type", [str, Path])
-def test_a_verb_takes_the_path_of_a_config(as_type, path):
-    config = as_type(path)
+def test_a_verb_takes_the_path_of_a_config(path, monkeypatch):
+    """Nothing is compiled: `inspect` and `verify` end when they have read the config."""
     run = meshpar.load(path)
-    assert str(meshpar.explain(config)) == str(meshpar.explain(run))
-    assert meshpar.inspect(config).bytes_per_axis == meshpar.inspect(run).bytes_per_axis
-    assert str(meshpar.plan(config, "h100:1x8")) == str(meshpar.plan(run, "h100:1x8"))
+    monkeypatch.setattr(import_module(meshpar.inspect.__module__), "_inspect_run", lambda given, *more: given)
+    monkeypatch.setattr(import_module(meshpar.verify.__module__), "shrink", _end)
+    for as_type in (str, Path):
+        config = as_type(path)
+        assert str(meshpar.explain(config)) == str(meshpar.explain(run))
+        assert meshpar.inspect(config) == run
+        with pytest.raises(_Ended) as ended:
+            meshpar.verify(config)
+        assert ended.value.args == (run,)
+    assert str(meshpar.plan(path, "h100:1x8")) == str(meshpar.plan(run, "h100:1x8"))
 
 
-def test_verify_and_fit_take_the_path_of_a_config(path, tmp_path):
-    assert meshpar.verify(path).is_equal
+class _Ended(Exception):
+    """A verb was ended, with what it was given."""
+
+
+def _end(given):
+    raise _Ended(given)
+
+
+def test_fit_takes_the_path_of_a_config(path, tmp_path):
     assert meshpar.fit(path, json=True).step == 2
     assert meshpar.Checkpoints(tmp_path / "run").latest() == 2  # the folder of the run
     assert meshpar.Checkpoints(tmp_path / "run" / "checkpoints").latest() == 2
