@@ -226,6 +226,8 @@ class Training:
         if self.ctx.activation_dims is None or self.ctx.parallel.context is None or any(x.band for x in self.attention):
             return
         found = "".join(f"\n  {one}" for one in self.attention) or ": meshpar recognizes no attention in this loss"
+        if not self.is_of_whole_arrays:
+            found = ": a loss for local shards meets the other shards of a row itself"
         raise ConfigError(f"parallel.context has no effect{found}\n  no parallel.context, or meshpar.attention.attend")
 
     @property
