@@ -1,6 +1,6 @@
 """Measures the overhead of meshpar: times of a step, of Python, of imports, compiling and starting, and host memory.
 
-    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|plain|long ...]
+    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|plain|plain2048|long ...]
         [--layouts NAME ...] [--rounds 9] [--json]
 
 `step` compares process CPU seconds with two hand-written programs, in each layout of eight simulated devices, and on
@@ -42,6 +42,11 @@ MEASURES = {
         "a plain Flax llama's step over that of kind: llama, eight devices, CPU seconds",
         1.05,
         measure_plain.of_cpu_seconds,
+    ),
+    "plain2048": (
+        "the same, temporaries for a row of 2,048 tokens",
+        1.10,
+        measure_plain.of_temporaries,
     ),
     "long": ("the same, 2048 tokens", 0.90, measure_attention.of_2048_tokens),
 }

@@ -30,10 +30,20 @@ def of_cpu_seconds() -> dict[str, Any]:
     return {"value": max(row["cpu"] for row in found.values()), "layouts": found}
 
 
-def ratios(name: str, num_rounds: int = 9) -> dict[str, float]:
-    """Ratios of CPU seconds, wall seconds, temporary bytes and seconds of compiling: plain over own."""
+def of_temporaries() -> dict[str, Any]:
+    """The ratio of temporary bytes on one device, for a row of 2,048 tokens."""
+    found = measure.in_process("measure_plain.ratios('single', 1, 1, 2048)")
+    return {"value": found["temporaries"], "single": found}
+
+
+def ratios(name: str, num_rounds: int = 9, rows: int = compare.ROWS, seq_len: int = 256) -> dict[str, float]:
+    """Ratios of CPU seconds, wall seconds and temporary bytes: plain over own.
+
+    Args:
+      rows: of each device.
+    """
     layout = compare.LAYOUTS[name]
-    own = compare.prepared(layout, compare.ROWS * layout.num_devices)
+    own = compare.prepared(layout, rows * layout.num_devices, f"data.seq_len={seq_len}")
     batch = {key: np.array(x) for key, x in own.run.data.train(own.run.seed)[0].items() if key in ("tokens", "targets")}
     _resize(own.run.model)
     jax.config.update("jax_numpy_dtype_promotion", "standard")  # as Flax's users have it

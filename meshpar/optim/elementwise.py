@@ -22,7 +22,7 @@ def is_elementwise(tx: optax.GradientTransformation, params: Any) -> bool:
     Args:
       params: tree of arrays or structs.
 
-    >>> is_elementwise(optax.adam(1e-3), {"w": jax.numpy.ones((2, 3))})
+    >>> is_elementwise(optax.sgd(0.1, momentum=0.9), {"w": jax.numpy.ones((2, 3))})
     True
     >>> is_elementwise(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), {"w": jax.numpy.ones((2, 3))})
     False
@@ -32,7 +32,10 @@ def is_elementwise(tx: optax.GradientTransformation, params: Any) -> bool:
     parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == tree)
     if not all(jax.tree.structure(x) == tree or x.shape == () for x in parts):
         return False
-    closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+    try:
+        closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+    except (TypeError, ValueError):  # it needs the loss, or gradients elsewhere
+        return False
     if not _is_elementwise(closed.jaxpr):
         return False
     num_params = len(jax.tree.leaves(params))

@@ -228,6 +228,7 @@ class _Parts:
             policy=gathering_again(jax.checkpoint_policies.everything_saveable),
             unroll=1,
             head=self.staged.head,
+            recomputes=True,
         )
 
     def _data(self, batch: Batch) -> list[Any]:

@@ -352,7 +352,7 @@ def test_a_plain_llama_rounds_as_meshpars_own_does(number_format, layout):
 
 
 def test_planted_gradients_that_are_summed_over_slices_are_seen(monkeypatch):
-    monkeypatch.setattr(derivatives, "_copies", lambda layout, scope: tuple(sorted(layout.varies - layout.used)))
+    monkeypatch.setattr(derivatives, "_copies", lambda scope, layout: tuple(sorted(layout.varies - layout.used)))
     with pytest.raises(AssertionError):
         local_sgd("gshard")
 

@@ -349,7 +349,7 @@ class _Stage:
             return self._typed(y), jax.tree.map(self._per_row, auxiliary)
 
         rest = self._rest(first, batch, self.parts.shared(batch, self.x))
-        return split(layer, self.parts.policy, self._layer(self.layers, first), self.x, rest)
+        return split(layer, self.parts.policy, self._layer(self.layers, first), self.x, rest, self.parts.recomputes)
 
     def _empty(self, dtype: Any) -> _Slots:
         def room(avals: Avals, num_slots: int) -> list[jax.Array]:

@@ -78,6 +78,7 @@ class PipelineModel:
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
       unroll: layers per iteration of a stage's loops over its layers.
       head: the cost of `loss`, in layers.
+      recomputes: whether layers have checkpoints of the user's own, whose values a backward computes again.
     """
 
     layers: str
@@ -92,6 +93,7 @@ class PipelineModel:
     policy: Policy
     unroll: int
     head: float = 0.0
+    recomputes: bool = False
 
     def layer_counts(self) -> LayerCounts:
         return LayerCounts(self.num_layers, self.stacked_layers, self.head)

@@ -82,13 +82,15 @@ class Split:
         return [*self._consts, *jax.tree.leaves((params, rest))]
 
 
-def split(fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any, x: Any, rest: Any) -> Split:
+def split(
+    fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any, x: Any, rest: Any, again: bool = False
+) -> Split:
     """Splits the derivative of `fn` into F, B and W.
 
     Args:
       fn: (params, x, rest) -> (y, auxiliary); x and y are trees of arrays of the same types.
-      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others, and those of a checkpoint
-        in `fn`.
+      policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others.
+      again: whether B also recomputes what the backward of a checkpoint in `fn` computes again.
       rest: inputs that are not differentiated, such as a batch and a key.
     """
     traced, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
@@ -105,7 +107,7 @@ def split(fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any,
 
     cotangents = x, jax.tree.map(zeros_of, auxiliary.losses)
     traced = jax.make_jaxpr(whole)(params, x, rest, cotangents)
-    flat = jax.make_jaxpr(_flattened(traced))(*jax.tree.leaves((params, x, rest, cotangents)))
+    flat = jax.make_jaxpr(_flattened(traced, again))(*jax.tree.leaves((params, x, rest, cotangents)))
     num_params = len(jax.tree.leaves(params))
     num_rest = len(jax.tree.leaves(rest))
     invars = flat.jaxpr.invars
@@ -214,8 +216,12 @@ class _Cut:
         return _part(self.flat.jaxpr, [self.flat.jaxpr.eqns[number] for number in sorted(numbers)], invars, outvars)
 
 
-def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
-    """The same function with all calls inlined, so that it can be cut between any two operations."""
+def _flattened(closed: core.ClosedJaxpr, marks: bool) -> Callable[..., list[Any]]:
+    """The same function with all calls inlined, so that it can be cut between any two operations.
+
+    Args:
+      marks: whether operations that the backward of a checkpoint computes again get the scope `_AGAIN`.
+    """
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -227,7 +233,7 @@ def _flattened(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
             inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
             if eqn.primitive.name in _CALLS and inner is not None:
                 inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-                again = eqn.params.get("differentiated", False)
+                again = marks and eqn.params.get("differentiated", False)
                 with jax.named_scope(_AGAIN) if again else nullcontext():
                     made = run(inner.jaxpr, inner.consts, [read(v) for v in eqn.invars])
             else:
