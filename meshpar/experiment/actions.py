@@ -252,7 +252,8 @@ def fit(*subject: Any, **options: Any) -> TrainState:
       >>> int(state.step)
       2
     """
-    if subject and not isinstance(subject[0], (Run, Path, str)):
+    is_model = subject and not isinstance(subject[0], (Run, Path, str))
+    if is_model and (len(subject) > 1 or options):
         return fit_model(*subject, **options)
     return _fit_run(*subject, **options)
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, explicit_a
 
 from meshpar.mesh.layout import AXES
 from meshpar.mesh.varying import Axes
-from meshpar.parallel.context import ParallelContext, current
+from meshpar.parallel.context import ParallelContext, current, tracing
 from meshpar.partition.source import line_of
 from meshpar.sharding.resolve import AnyMesh, live
 from meshpar.sharding.spec import ArraySpec
@@ -101,7 +101,8 @@ def initialized(init: Callable[[jax.Array], Any], names: Names) -> Callable[[jax
         if ctx is None:
             return init(key)
         try:
-            return init(key)
+            with tracing(None):  # a model is initialized on a row that no mesh divides
+                return init(key)
         except ValueError as error:
             if not is_refusal(error):
                 raise

@@ -25,7 +25,7 @@ from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.pipeline.model import Stages
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
-from meshpar.partition.loss import PartitionedLoss
+from meshpar.partition.loss import PartitionedLoss, of_whole_arrays
 from meshpar.partition.moved_values import MovedValue, moved_values
 from meshpar.partition.rules.loops import unrolls
 from meshpar.partition.stages import StagedLoss
@@ -234,7 +234,8 @@ class Training:
     def _traced_loss(self) -> ClosedJaxpr:
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
         params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
-        return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
+        with of_whole_arrays(self.ctx):
+            return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
 
     @property
     def _reads_layers_alone(self) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import cache
 from importlib import import_module
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_overloads
 from unittest.mock import patch
 
 import jax
@@ -225,7 +225,15 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "open_engine.draft": lambda: opened(Path("other.yaml")),
 }
 """Values that are no plain data."""
-CASES_OF = [(entry, argument) for entry in ENTRIES for argument in signature(ENTRIES[entry].function).parameters]
+
+
+def parameters(function: Any) -> Signature:
+    """The arguments of a function; of one that takes a run or a model, those for a run."""
+    ways = get_overloads(function)
+    return signature(ways[0] if ways else function, eval_str=False)
+
+
+CASES_OF = [(entry, argument) for entry in ENTRIES for argument in parameters(ENTRIES[entry].function).parameters]
 
 
 def another(entry: str, parameter: Parameter, before: Any) -> Any:
@@ -249,7 +257,7 @@ def observed(entry: str, argument: str, changed: bool) -> Any:
     function, does, base = ENTRIES[entry]
     arguments = base() | AROUND.get(f"{entry}.{argument}", {})
     if changed:
-        parameter = signature(function).parameters[argument]
+        parameter = parameters(function).parameters[argument]
         arguments[argument] = another(entry, parameter, arguments.get(argument))
     try:
         return does(**arguments)

@@ -92,7 +92,10 @@ IMPORTED = {
         "data.documents_in_row = separate\n    tests.effect.own:build is called with the tokens alone",
     ),
     "precision.cache": ({"precision": {"cache": "int8"}}, "precision.cache\n    only meshpar's own decoders can cache"),
-    "parallel.context": ({"parallel": {"context": "ring"}}, "parallel.context\n    only meshpar's own attention meets"),
+    "parallel.context": (
+        {"parallel": {"context": "ring"}},
+        "parallel.context\n    ",
+    ),
     "rules": (
         {"rules": ["pipeline"], "mesh": {"data": 2, "pipe": 4}},
         "mesh.pipe = 4\n    nothing in the model has the dim layers (preset pipeline) or stage (preset pipeline)",
