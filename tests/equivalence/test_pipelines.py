@@ -51,11 +51,9 @@ COMPOSED = [
     for (kind, mesh), model in zip(product(SCHEDULES, AROUND), ["gpt", "tied", "llama"] * 14, strict=True)
 ]
 SAMPLE = [
-    ("gpipe", "pipe2", 3, "tied"),
     ("1f1b", "data2_tensor2", 4, "tied"),
     ("interleaved", "pipe4", 4, "llama"),
     ("zb_h1", "fsdp2_tensor2_sp", 4, "llama"),
-    ("zb_h2", "zero2", 4, "gpt"),
     ("zbv", "fsdp4", 4, "llama"),
 ]
 CASES = [

@@ -194,9 +194,7 @@ CASES = [
 SAMPLE = [
     ("llama", "1f1b", "fsdp2_tensor2_sp"),
     ("plain", "zbv", "pipe4"),
-    ("collecting", "interleaved", "pipe4"),
     ("alternating", "zb_h1", "pipe2"),
-    ("residual", "gpipe", "zero2"),
     ("llama", "zb_h2", "context2_tensor2"),
 ]
 
