@@ -51,6 +51,7 @@ def test_the_table_has_the_bytes_of_a_layout(name):
     assert [other for other in MANUAL if SHOWN[other][2] == sent] in ([name], ["data 8"], ["ZeRO-1", "ZeRO-2"])
 
 
+@pytest.mark.slow
 def test_the_table_has_what_a_layout_holds():
     """Loss, bytes and memory, to the digit."""
     for name in set(SAMPLE) & set(SHOWN):

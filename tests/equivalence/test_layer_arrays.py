@@ -68,7 +68,11 @@ def test_layers_in_another_order_are_seen():
     assert not equal(before, run.stored_layers.to_model(prepared))
 
 
-@pytest.mark.parametrize("fields", [{}, {"experts": EXPERTS, "num_layers": 2}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({"experts": EXPERTS, "num_layers": 2}, marks=pytest.mark.slow)],
+    ids=["dense", "experts"],
+)
 def test_prepared_steps_compute_what_steps_of_stacks_do(fields):
     """Bit for bit but for rounding: XLA fuses the updates of single layers in other ways."""
     run = unrolled(**fields)

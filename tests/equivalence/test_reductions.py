@@ -19,7 +19,7 @@ EVERY = [
     *product([*ALGORITHMS, "auto"], WITHOUT_STORAGE, [1]),
     *product(SCATTERING, ["zero1", "zero2", "zero3", "hsdp2x4", "data2_fsdp2_tensor2"], [1, 4]),
 ]
-SAMPLE = [("tree", "data8", 1), ("bidirectional_ring", "data2_fsdp2_tensor2", 4)]
+SAMPLE = [("bidirectional_ring", "data2_fsdp2_tensor2", 4)]
 CASES = [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in EVERY]
 SMALL = "3KiB"
 """Size of a bucket, in which several gradients fit, while large ones need several buckets."""

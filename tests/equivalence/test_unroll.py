@@ -34,6 +34,7 @@ def num_loops(unroll, num_layers=4):
     return compiled(unroll, num_layers).as_text().count(" while(")
 
 
+@pytest.mark.slow
 def test_unroll_all_removes_the_loops_and_a_number_shortens_them():
     assert num_loops("all") == 0 < num_loops(2) == num_loops(1)
     texts = [compiled(unroll, 4).as_text() for unroll in (1, 2)]

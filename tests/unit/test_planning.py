@@ -260,6 +260,7 @@ def disagreements(probes):
     ]
 
 
+@pytest.mark.slow
 def test_the_rough_estimate_sends_about_as_much_in_as_many_collectives_as_the_trace():
     assert disagreements(probes()) == []
 

@@ -129,6 +129,7 @@ def test_a_step_keeps_the_shapes_and_dtypes_of_the_state(across, precision, layo
     assert types(after) == types(before)
 
 
+@pytest.mark.slow
 def test_the_seed_of_the_run_determines_how_gradients_are_rounded():
     """Another seed rounds otherwise; rounding to nearest does not depend on it."""
 
