@@ -52,7 +52,7 @@ def counting(params, batch, key):
 
 
 def mixing(params, batch, key):
-    mixed = jnp.einsum("lij,jk->lik", params["layers"]["w"], params["out"])
+    mixed = jnp.einsum("nij,jk->nik", params["layers"]["w"], params["out"])
     layers = (params["layers"], mixed)
     return mean(jax.lax.scan(lambda x, each: (x @ each[0]["w"] @ each[1], None), batch["x"], layers)[0], batch)
 
