@@ -214,6 +214,19 @@ def test_what_is_almost_attention_is_left_as_it_is_written(changed):
     assert not any(one.band for one in rewritten(closed)[1])
 
 
+@pytest.mark.parametrize("stopped", ["scores", "weights"])
+def test_a_stopped_gradient_is_left_as_it_is_written(stopped):
+    """The scores have no gradient there, and attention's would have one."""
+    stop = {stopped: jax.lax.stop_gradient}
+
+    def attention(q, k, v):
+        scores = stop.get("scores", jnp.copy)(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", stop.get("weights", jnp.copy)(jax.nn.softmax(scores)), v)
+
+    closed = jax.make_jaxpr(attention)(*[jnp.ones((1, 8, 2, 4))] * 3)
+    assert not any(one.band for one in rewritten(closed)[1])
+
+
 def test_context_without_attention_is_refused_with_the_reason():
     def loss(params, batch, key):
         logits = jnp.take(params["w"], batch["tokens"], axis=0)

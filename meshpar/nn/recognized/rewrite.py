@@ -19,8 +19,7 @@ from meshpar.partition.rules.loops import scan_counts
 from meshpar.partition.source import Source
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint"}
-"""Operations whose program stands for what it computes; of these `custom_jvp_call` is only followed."""
-FOLLOWED = {"custom_jvp_call"}
+"""Operations whose program stands for what it computes. One with a derivative of its own does not."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class _Walk:
         self, eqn: Any, operands: list[Any], frame: Any, made: Any, caller: Source | None, read: Callable[[Any], Any]
     ) -> tuple[Any, list[Any]]:
         name = eqn.primitive.name
-        if name in CALLS or name in FOLLOWED:
+        if name in CALLS:
             return self._call(eqn, operands, caller)
         if name == "scan":
             return self._scan(eqn, operands, caller)
@@ -119,7 +118,7 @@ class _Walk:
         jaxpr = inner.jaxpr if is_closed else inner
         consts = [known.constant(x) for x in inner.consts] if is_closed else []
         new, results = self.program(jaxpr, consts, operands, Source.of(eqn, caller))
-        if eqn.primitive.name in FOLLOWED or new is jaxpr:
+        if new is jaxpr:
             return eqn, results
         changed = inner.replace(jaxpr=new) if is_closed else new
         return eqn.replace(params=eqn.params | {key: changed}), results

@@ -78,6 +78,11 @@ def _same(eqn: Any, x: Any) -> Any:
     return x
 
 
+def _stopped(eqn: Any, x: Any) -> Any:
+    """The maximum, whose gradient cancels. Where scores or their sum have no gradient, it is not that of attention."""
+    return x if isinstance(x, Row) and x.kind == "max" else None
+
+
 def _scaled(by: Callable[[float, float], float]) -> Callable[..., Any]:
     def rule(eqn: Any, left: Any, right: Any) -> Any:
         if isinstance(left, Known) and eqn.primitive.name == "mul":
@@ -220,7 +225,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "reduce_max": _reduced("max", "scores"),
     "reduce_sum": _reduced("sum", "exponentials"),
     "max": _bounded,
-    **dict.fromkeys(("convert_element_type", "stop_gradient", "copy", "reduce_precision"), _same),
+    **dict.fromkeys(("convert_element_type", "copy", "reduce_precision"), _same),
+    "stop_gradient": _stopped,
     "transpose": _transposed,
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeezed,
