@@ -230,7 +230,7 @@ class Training:
             found = ": a loss for local shards meets the other shards of a row itself"
         raise ConfigError(f"parallel.context has no effect{found}\n  no parallel.context, or meshpar.attention.attend")
 
-    @property
+    @cached_property
     def _traced_loss(self) -> ClosedJaxpr:
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
         params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
