@@ -223,7 +223,7 @@ class Scope:
         Args:
           assigned: the axes that shard its labels. Default: the operands decide.
         """
-        nodes = [self.ready(node) for node in nodes]
+        nodes = [self.ready(node, self.source(eqn)) for node in nodes]
         partial = self._passing(signature, nodes)
         given = assigned
         assigned = self.assigned(signature, nodes, bool(partial)) if given is None else given
@@ -260,8 +260,12 @@ class Scope:
         sharding = {axis for dim in axes for axis in dim}
         return Use(placed.register, axes, frozenset(left | sharding | {*partial}), partial)
 
-    def ready(self, node: Any) -> Any:
-        """The node, gathered if it is a parameter that is stored in shards."""
+    def ready(self, node: Any, source: Source | None = None) -> Any:
+        """The node, gathered if it is a parameter that is stored in shards.
+
+        Args:
+          source: what needs it.
+        """
         if isinstance(node, Deferred) or not node.layout.stored:
             return node
         if node.whole is None:
@@ -270,9 +274,8 @@ class Scope:
                 node.layout, stored=(), varies=node.layout.varies | {a for _, axes in stored for a in axes}
             )
             use = Use(node.register)
-            (node.whole,) = self.step(
-                lambda x: [gathered(x, stored, self.ctx)], [use], [layout], Source("gather of a parameter")
-            )
+            source = replace(source or Source(""), name="gather of a parameter")
+            (node.whole,) = self.step(lambda x: [gathered(x, stored, self.ctx)], [use], [layout], source)
             self.made.append(partial(setattr, node, "whole", None))
         return node.whole
 
@@ -291,7 +294,7 @@ class Scope:
         Args:
           source: what needs it so.
         """
-        node = self.ready(node)
+        node = self.ready(node, source)
         axes = self.settled_axes(node.layout) if axes is None else axes
         placed = self.demand(node, axes)
         if placed.layout.axes == axes and not placed.layout.pending:

@@ -12,7 +12,7 @@ import pytest
 
 from meshpar import AxisRules, MeshLayout, training
 from meshpar.cost.traced import gathers, traced_collectives, traffic
-from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.models import Llama
 from meshpar.partition.program import Use
 from meshpar.train.training import Training
@@ -83,11 +83,25 @@ def test_planted_a_value_that_each_use_gathers_is_sent_more_often(monkeypatch):
 COMPILED = [("llama", "data2_fsdp2_tensor2"), ("vit", "tensor4"), ("resnet", "zero3"), ("gshard", "hsdp2x4")]
 
 
+@lru_cache
+def compiled(model: str, layout: str) -> list[Collective]:
+    step = adopted(model, layout).compile_step(QUICK | {"xla_disable_hlo_passes": CODE_MOTION})
+    return collectives_of(step.compiled.as_text(), adopted(model, layout).mesh)
+
+
 @pytest.mark.parametrize(("model", "layout"), COMPILED)
 def test_the_bytes_of_a_compiled_step_equal_the_traced_ones(model, layout):
-    step = adopted(model, layout).compile_step(QUICK | {"xla_disable_hlo_passes": CODE_MOTION})
-    found = collectives_of(step.compiled.as_text(), adopted(model, layout).mesh)
-    assert by_axes(sent_over(found)) == by_axes(traced(model, layout))
+    assert by_axes(sent_over(compiled(model, layout))) == by_axes(traced(model, layout))
+
+
+@pytest.mark.parametrize(("model", "layout"), COMPILED[:2])
+def test_inspect_names_the_lines_that_explain_names(model, layout):
+    """Both name the user's lines, of ZeRO's gathers too: each line of the model's file computes with a parameter."""
+    moves = {(one.line.split(" (")[0], one.move.kind) for one in adopted(model, layout).activations}
+    found = {(one.source, one.kind.replace("_", "-")) for one in compiled(model, layout)}
+    assert moves
+    assert moves <= found
+    assert not [source for source, _ in found if "/meshpar/partition/" in source or "/meshpar/interop/" in source]
 
 
 AGAINST_GSPMD = [

@@ -24,7 +24,7 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
 _PASSED_THROUGH = re.compile(
-    r"/(jax|flax|optax|jaxtyping|beartype|meshpar/mesh|meshpar/parallel|meshpar/collectives|meshpar/sharding)/|^<"
+    r"/(jax|flax|optax|jaxtyping|beartype|meshpar/(mesh|parallel|collectives|sharding|partition|interop))/|^<"
 )
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
