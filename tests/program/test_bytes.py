@@ -249,7 +249,7 @@ OVERLAPPED = {
 WAYS = {name: "bidirectional" if i % 2 else "ring" for i, name in enumerate(OVERLAPPED)}
 
 
-IN_CI = ("fsdp_tensor_kept", "bfloat16")
+IN_CI = ("tensor_recomputed", "fsdp_tensor_kept", "bfloat16")
 
 
 @pytest.mark.parametrize(
