@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ class Source:
     @property
     def line(self) -> str:
         """File, line and function of the user's own code, outside of libraries, that called the operation."""
-        frames = source_info_util.user_frames(self.info.traceback) if self.info is not None else []
-        own = next((frame for frame in frames if not _LIBRARIES & {*Path(frame.file_name).parts}), None)
-        if own is not None:
-            return f"{own.file_name}:{own.start_line} ({own.function_name})"
-        if self.caller is not None:
-            return self.caller.line
-        found = source_info_util.summarize(self.info) if self.info is not None else ""
+        if own := self._own:
+            frame = _frame(own)
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+        outermost = self
+        while outermost.caller is not None:
+            outermost = outermost.caller
+        found = source_info_util.summarize(outermost.info) if outermost.info is not None else ""
         return found.strip() or "a line that JAX does not name"
 
     def naming(self) -> AbstractContextManager[Any]:
@@ -51,7 +52,20 @@ class Source:
         if self.info is None:
             return nullcontext()
         name_stack = source_info_util.current_name_stack() + self.info.name_stack
-        return source_info_util.user_context(self.info.traceback, name_stack=name_stack)
+        return source_info_util.user_context((self._own or self.info).traceback, name_stack=name_stack)
+
+    @cached_property
+    def _own(self) -> Any:
+        """JAX's record of the operation; where no line of the user's is in it, that of the function around it."""
+        if _frame(self.info) is not None:
+            return self.info
+        return self.caller._own if self.caller is not None else None
+
+
+def _frame(info: Any) -> Any:
+    """The innermost frame of the user's own code, outside of libraries; None if there is none."""
+    frames = source_info_util.user_frames(info.traceback) if info is not None else []
+    return next((frame for frame in frames if not _LIBRARIES & {*Path(frame.file_name).parts}), None)
 
 
 def line_of(error: BaseException) -> str:
