@@ -76,23 +76,33 @@ def rotate(x, positions):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def layer(pin, batch, visible, x, w):
+def scored(q, k, v, visible):
+    """Attention that holds all scores."""
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k).astype(jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    out = jnp.einsum("bkgst,btkh->bskgh", jax.nn.softmax(scores).astype(v.dtype), v)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
+
+
+def fused(q, k, v, visible):
+    """cuDNN's flash attention, for rows of one document."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def layer(pin, batch, visible, x, w, attend=scored):
     """One block. `pin(x, *spec)` constrains the sharding of an activation."""
     y = norm(x, w["attn_norm"])
     q, k, v = (jnp.einsum("bsd,dhk->bshk", y, w[name]) for name in "qkv")
     q = rotate(q, batch["positions"])
     k = rotate(k, batch["positions"])
-    q = pin(q, BATCH, None, "tensor").reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
-    scores = jnp.einsum("bskgh,btkh->bkgst", q, k).astype(jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    out = jnp.einsum("bkgst,btkh->bskgh", jax.nn.softmax(scores).astype(v.dtype), v)
-    x += jnp.einsum("bshk,hkd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w["o"])
+    x += jnp.einsum("bshk,hkd->bsd", attend(pin(q, BATCH, None, "tensor"), k, v, visible), w["o"])
     y = norm(x, w["mlp_norm"])
     hidden = pin(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), BATCH, None, "tensor")
     return pin(x + hidden @ w["down"], BATCH), None
 
 
-def whole_loss(params, batch, *, mesh, vocab_size, remat="none"):
+def whole_loss(params, batch, *, mesh, vocab_size, remat="none", attend=scored):
     """Mean cross entropy over the targets that are not -1."""
     index = jnp.arange(batch["tokens"].shape[1])
     visible = (index[:, None] >= index) & (batch["segments"][:, :, None] == batch["segments"][:, None, :])
@@ -101,7 +111,7 @@ def whole_loss(params, batch, *, mesh, vocab_size, remat="none"):
     def pin(x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
-    body = partial(layer, pin, batch, visible)
+    body = partial(layer, pin, batch, visible, attend=attend)
     if remat == "dots_no_batch":
         body = jax.checkpoint(
             body, policy=jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims, prevent_cse=False

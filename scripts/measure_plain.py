@@ -45,16 +45,7 @@ def ratios(name: str, num_rounds: int = 9, rows: int = compare.ROWS, seq_len: in
     layout = compare.LAYOUTS[name]
     own = compare.prepared(layout, rows * layout.num_devices, f"data.seq_len={seq_len}")
     batch = {key: np.array(x) for key, x in own.run.data.train(own.run.seed)[0].items() if key in ("tokens", "targets")}
-    _resize(own.run.model)
-    jax.config.update("jax_numpy_dtype_promotion", "standard")  # as Flax's users have it
-    plain = training(
-        lambda key: llama.Llama().init(key, jnp.ones((1, batch["tokens"].shape[1]), jnp.int32))["params"],
-        lambda params, batch, key: cross_entropy(
-            llama.Llama().apply({"params": params}, batch["tokens"]), batch["targets"]
-        ),
-        optax.adamw(1e-3), batch, mesh=own.mesh, rules=AxisRules(preset=[layout.rules]),
-        batch_dims=dict.fromkeys(batch, ("batch", "seq")),
-    )  # fmt: skip
+    plain = of_plain(own, batch, rules=AxisRules(preset=[layout.rules]))
     found = {"plain": _compiled(plain, batch), "own": _compiled(own, own.run.data.train(own.run.seed)[0])}
     for program, _ in found.values():
         program()
@@ -65,6 +56,20 @@ def ratios(name: str, num_rounds: int = 9, rows: int = compare.ROWS, seq_len: in
         "wall": measured["wall_s"]["plain"] / measured["wall_s"]["own"],
         "temporaries": temporaries["plain"] / temporaries["own"],
     }
+
+
+def of_plain(own: Any, batch: Any, **arguments: Any) -> Any:
+    """The training of the plain llama, with the sizes and the mesh of our own."""
+    _resize(own.run.model)
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # as Flax's users have it
+    arguments = {"rules": AxisRules(preset=["replicated"])} | arguments
+    return training(
+        lambda key: llama.Llama().init(key, jnp.ones((1, batch["tokens"].shape[1]), jnp.int32))["params"],
+        lambda params, batch, key: cross_entropy(
+            llama.Llama().apply({"params": params}, batch["tokens"]), batch["targets"]
+        ),
+        optax.adamw(1e-3), batch, mesh=own.mesh, batch_dims=dict.fromkeys(batch, ("batch", "seq")), **arguments,
+    )  # fmt: skip
 
 
 def _resize(model: Any) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1"  # by default 32 modules, each with its own overhead
 )
 # jax 0.10 has two kinds of emitters of fusions. The older kind compiles a step in half of the time. It fuses otherwise,
 # which findings show and bits: a test that reads those compiles with XLA's default.

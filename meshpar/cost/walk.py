@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 # The name of a conditional's scope in `parallel.pipeline.execute`: a number for each branch, or one for all.
-_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)$")
+_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)\)*$")
 # The scope around it, if only one of several stages takes the branch.
 _ON_ONE_STAGE = re.compile(r"on_1_of_(\d+)_stages/taken_[\d_]+_of_\d+$")
 # The name of the scope of a loop over data: how often it is expected to run, see `runs`.

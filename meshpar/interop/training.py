@@ -185,7 +185,7 @@ def training(
       >>> linear = training(
       ...     lambda key: {"w": jax.random.normal(key, (4,))},
       ...     lambda params, batch, key: jnp.square(batch["x"] @ params["w"] - batch["y"]).mean(),
-      ...     optax.sgd(0.1), rows, mesh=MeshLayout(data=-1), rules=AxisRules(preset="replicated", unnamed=()),
+      ...     optax.sgd(0.1), rows, mesh=MeshLayout(data=-1), rules="replicated",
       ... )
       >>> step, state = linear.compile_step(), linear.compile_init()()
       >>> state, metrics = step(state, linear.put(rows))

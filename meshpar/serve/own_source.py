@@ -29,7 +29,7 @@ from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.data.tokenizer import Ids, Tokenizer
 
-REPLICATED = AxisRules(preset="replicated", unnamed=())  # pyright: ignore[reportCallIssue]
+REPLICATED = AxisRules(preset="replicated")
 
 
 @dataclass(frozen=True, kw_only=True)

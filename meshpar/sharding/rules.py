@@ -44,7 +44,7 @@ _MEGATRON = _BATCH | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tens
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Every parameter is replicated; gradients are all-reduced.
-    "replicated": _BATCH,
+    "replicated": _BATCH | {UNNAMED: ()},
     # Rajbhandari et al. 2020, "ZeRO". Over fsdp it shards, cumulatively: 1 the optimizer state; 2 the gradients and
     # the stored parameters; 3 the parameters during the step.
     "zero1": _SHARDED | {"zero": 1},

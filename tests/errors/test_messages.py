@@ -122,9 +122,6 @@ meshpar: the parts of this config do not fit each other:
   model.attention = cudnn
     cudnn needs heads of at most 256 elements, a multiple of 8, and these have 4
     model.attention=blocks
-  model.attention = cudnn
-    cudnn does not separate documents, and a row may contain several (data.documents_in_row=separate)
-    model.attention=blocks
 """,
     ),
     "attention with blocks that a TPU cannot have": (

@@ -166,3 +166,12 @@ def test_a_linen_model_is_inspected_as_it_is():
     adopted = linen()
     report = inspect(adopted.compile_step().compiled, adopted.mesh)
     assert {"fsdp", "tensor"} <= {axis for collective in report.collectives for axis in collective.axes or ()}
+
+
+def test_replicated_needs_no_rule_for_parameters_without_names():
+    run = training(
+        lambda key: {"w": jnp.ones((4, 2)), "b": jnp.ones(2)},
+        lambda params, batch, key: (batch["x"] @ params["w"] + params["b"]).mean(),
+        optax.sgd(0.1), {"x": jnp.ones((8, 4))}, mesh={"data": 8}, rules="replicated",
+    )  # fmt: skip
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(run.compile_init()().params))

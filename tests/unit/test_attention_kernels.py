@@ -156,7 +156,7 @@ def test_the_call_for_cudnn_computes_the_reference(window):
 
 @pytest.fixture
 def on_h100(monkeypatch):
-    """Programs are traced as if for an H100."""
+    """Programs are traced as if for an H100. docs/guides/long-context.md has what was measured on one."""
     monkeypatch.setattr(setting, "platform", lambda: "gpu")
     for module in (cudnn, setting):
         monkeypatch.setattr(module, "of_mesh", lambda ctx: {"capability": (9, 0)})
@@ -185,6 +185,58 @@ def test_the_calls_of_cudnn_have_our_arguments(on_h100, window):
     assert counted["dot_product_attention_bwd_wrapper"] == 5 * needed
 
 
+def test_documents_are_described_as_cudnn_expects():
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 0], [4, 4, 4, 4, 4, 4], [1, 2, 3, 0, 0, 0]])
+    sizes, offsets = cudnn._documents(cudnn._opens(segments), 4)
+    np.testing.assert_array_equal(sizes, [[3, 2, 1, -1], [6, -1, -1, -1], [1, 1, 1, 3]])
+    np.testing.assert_array_equal(offsets, [[0, 3, 5, -1, -1], [0, -1, -1, -1, -1], [0, 1, 2, 3, -1]])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_rows_of_several_documents_are_packed(on_h100, window):
+    """Each call has the documents; the operations are those of the visible scores, as in one document."""
+    q, k, v, segments = inputs()
+    program = jax.make_jaxpr(with_gradients(of_core(Cudnn(most_documents=5), window)))(
+        *(x.astype("bfloat16") for x in (q, k, v)), segments
+    )
+    calls = [visit.equation for visit in walk(program) if visit.primitive.startswith("dot_product_attention")]
+    for call in calls:
+        assert [x.aval.shape for x in call.invars[:3]] == [q.shape] * 3
+        assert [x.aval.shape for x in call.invars[4:8]] == [(BATCH, 5)] * 2 + [(BATCH, 6)] * 2
+        assert (call.params["mask_type"].name, call.params["sliding_window_length"]) == ("CAUSAL", window)
+    joined = jax.make_jaxpr(with_gradients(of_core(Cudnn(), window)))(
+        *(x.astype("bfloat16") for x in (q, k, v)), None
+    )
+    assert len(calls) == 2
+    assert needed_flops(traced_products(program)) == needed_flops(traced_products(joined))
+
+
+def test_rows_are_packed_some_at_a_time(on_h100, monkeypatch):
+    """Of six rows of 256 tokens, a call with 1,024 tokens takes three: the most that divide them."""
+    monkeypatch.setattr(cudnn, "TOKENS_AT_ONCE", 1024)
+    q, k, v, segments = (jnp.concatenate([x] * 6) for x in inputs())
+    arrays = [x.astype("bfloat16") for x in (q, k, v)]
+    program = jax.make_jaxpr(with_gradients(of_core(Cudnn())))(*arrays, segments)
+    calls = [visit for visit in walk(program) if visit.primitive.startswith("dot_product_attention")]
+    assert [(visit.equation.invars[0].aval.shape[0], visit.times) for visit in calls] == [(3, 2)] * 2
+    row_sum = lambda q, k, v, sizes, offsets, window: q + offsets[:, 1, None, None, None].astype(q.dtype)
+    monkeypatch.setattr(cudnn, "_packed", row_sum)
+    rows = jnp.arange(6)[:, None] * jnp.ones((6, 17), jnp.int32)
+    out = cudnn._by_rows(q, k, v, rows, rows, window=None)
+    np.testing.assert_array_equal(out, q + np.arange(6, dtype="float32")[:, None, None, None])
+
+
+@pytest.mark.parametrize(("documents", "packed"), [([1, 1, 2, 0], True), ([1, 2, 3, 0], False), ([1, 2, 2, 1], False)])
+def test_blocks_compute_rows_that_cudnn_cannot(on_h100, monkeypatch, documents, packed):
+    """More documents than `most_documents`, or a document in two pieces."""
+    monkeypatch.setattr(cudnn, "_packed", lambda q, *_: jnp.zeros_like(q))
+    q, k, v, _ = (x.astype("bfloat16") for x in inputs())
+    segments = jnp.repeat(jnp.asarray([documents], jnp.int32), SEQ // 4, axis=1)
+    out = jax.jit(of_core(Cudnn(most_documents=3)))(q, k, v, segments)
+    expected = jax.jit(of_core(Blocks()))(q, k, v, segments)
+    np.testing.assert_array_equal(out, jnp.zeros_like(out) if packed else expected)
+
+
 def test_heads_of_256_are_traced_for_a_gpu_that_has_them(on_h100):
     wide = [jax.ShapeDtypeStruct((1, 128, 2, 256), "bfloat16")] * 3
     assert jax.eval_shape(with_gradients(of_core(Cudnn())), *wide, None)[1].shape == (1, 128, 2, 256)
@@ -196,6 +248,7 @@ BF16 = np.dtype("bfloat16")
 GPU = Setting(seq_len=1024, head_dim=128, dtype=BF16, has_documents=False, platform="gpu", capability=(9, 0))
 TPU = Setting(seq_len=1024, head_dim=128, dtype=BF16, platform="tpu")
 ONE_WINDOW = "computes one window in all layers, and the layers of this model have different ones"
+SEVERAL = "a row may contain several documents (data.documents_in_row=separate)"
 LIMITS = [
     (Cudnn(), GPU, {}, []),
     (Cudnn(), GPU, {"platform": None, "capability": None}, []),
@@ -223,12 +276,14 @@ LIMITS = [
     (
         Cudnn(),
         GPU,
-        {"has_documents": True, "window_varies": True},
+        {"has_documents": True, "window_varies": True, "capability": (8, 6), "is_local": False},
         [
-            "does not separate documents, and a row may contain several (data.documents_in_row=separate)",
+            f"separates documents since compute capability 9.0, and {SEVERAL}",
+            f"separates documents with lowering=manual alone, and {SEVERAL}",
             ONE_WINDOW,
         ],
     ),
+    (Cudnn(), GPU, {"has_documents": True, "window": 5}, []),
     (Splash(), TPU, {}, []),
     (Splash(), TPU, {"window": 5, "dtype": np.dtype("float32"), "head_dim": 40}, []),
     (Splash(), TPU, {"platform": "cpu"}, ["needs a TPU, and this program is for a CPU"]),
@@ -315,8 +370,9 @@ def test_auto_selects_the_kernel_of_a_platform_within_its_limits():
     select = Auto().select
     assert select(GPU) == (Cudnn(), "the kernel for a GPU, whose limits hold")
     assert select(TPU) == (Splash(), "the kernel for a TPU, whose limits hold")
-    core, why = select(replace(GPU, has_documents=True))
-    assert core == Blocks() and why.startswith("cudnn does not separate documents")
+    assert select(replace(GPU, has_documents=True))[0] == Cudnn()
+    core, why = select(replace(GPU, has_documents=True, capability=(8, 0)))
+    assert core == Blocks() and why.startswith("cudnn separates documents since compute capability 9.0")
     assert select(replace(TPU, is_local=False))[0] == select(replace(TPU, seq_len=1000))[0] == Blocks()
     assert select(replace(TPU, platform="cpu"))[0] == select(replace(TPU, platform=None))[0] == Blocks()
     assert select(replace(GPU, seq_len=128))[0] == select(replace(TPU, seq_len=128))[0] == Reference()
@@ -329,8 +385,8 @@ def test_what_auto_would_select_elsewhere_is_explained_without_devices():
         f"{blocks}; on a GPU cudnn: the visible scores, in tiles of cuDNN's choice; {on_tpu}"
     )
     assert Auto().describe(replace(TPU, platform=None)) == (
-        f"{blocks}; on a GPU blocks too: cudnn does not separate documents, and a row may contain several "
-        f"(data.documents_in_row=separate); {on_tpu}"
+        f"{blocks}; on a GPU cudnn: the visible scores, in tiles of cuDNN's choice "
+        f"(blocks if a row has more than 16 documents); {on_tpu}"
     )
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from meshpar.inspection.program.text import Instruction, Program
 
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)/cond$")
+_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)\)*/cond$")
 _EXPECTED = re.compile(r"runs_(\d+)_times/while$")
 _CALLS = ("to_apply", "calls", "called_computations")
 

@@ -15,9 +15,14 @@ from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from meshpar.config import Positive
+from meshpar.mesh.varying import varying_alike
+from meshpar.nn.attention.blocks import Blocks
 from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Capability, Setting, capability, of_arrays, of_mesh
@@ -26,6 +31,9 @@ from meshpar.sharding.resolve import is_compile_only
 
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
+TOKENS_AT_ONCE = 8192
+"""Tokens of the rows that one call takes, if they have several documents: enough for all cores of a GPU. The memory of
+a call grows with them."""
 CUDNN_VERSION = 90_800
 """The version of cuDNN that targets are assumed to have, see `mesh.hardware`."""
 
@@ -33,16 +41,19 @@ CUDNN_VERSION = 90_800
 class Cudnn(Kernel):
     """cuDNN's flash attention, for NVIDIA GPUs. It does not hold the scores.
 
-    Limits: bfloat16 or float16; heads of a multiple of 8 elements, at most 256 (128 before Hopper); one document per
-    row; one window in all layers.
+    Limits: bfloat16 or float16; heads of a multiple of 8 elements, at most 256 (128 before Hopper); one window in all
+    layers; several documents per row only since Hopper, and on local shards.
 
-    Memory: in addition to the result, the log of the softmax's sum, B H S in float32.
+    Memory: in addition to the result, the log of the softmax's sum, B H S in float32. For rows of several documents M
+    times as much, with M = most_documents, and M H T h in float32 during the backward, with T = max(S, TOKENS_AT_ONCE).
     Source: docs.nvidia.com/deeplearning/cudnn (attention); Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
     shorthand: ClassVar = "kind"
     kind: Literal["cudnn"] = "cudnn"
     device: ClassVar = "GPU"
+    most_documents: Positive = 16
+    """The most documents of a row. A batch in which a row has more is computed by `blocks`, which is slow on GPUs."""
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
@@ -53,7 +64,21 @@ class Cudnn(Kernel):
         k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
         v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
         _ask_target()
-        return _attend(q, k, v, setting.window, "cudnn"), None
+        if segments is None:
+            return _attend(q, k, v, setting.window, "cudnn"), None
+        most = min(self.most_documents, q.shape[1])
+        opens = _opens(segments)
+        num_documents = opens.sum(axis=1)
+        in_one_piece = num_documents == _opens(jnp.sort(segments, axis=1)).sum(axis=1)
+        # Counts of operations take the branch of cuDNN as always taken; see `cost.walk`.
+        with jax.named_scope("taken_0_1_of_1"):
+            out = lax.cond(
+                (in_one_piece & (num_documents <= most)).all(),
+                lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), window=setting.window),
+                lambda q, k, v: Blocks()(q, k, v, positions, segments, setting.window)[0],
+                *varying_alike(q, k, v),
+            )
+        return out, None
 
     def limits(self, setting: Setting) -> list[str]:
         has = setting.capability or HOPPER
@@ -67,14 +92,59 @@ class Cudnn(Kernel):
             found.append(f"computes bfloat16 and float16, and this model computes {setting.dtype.name}")
         if setting.head_dim % 8 or setting.head_dim > most:
             found.append(f"needs heads of at most {most} elements, a multiple of 8, and these have {setting.head_dim}")
-        if setting.has_documents:
-            found.append("does not separate documents, and a row may contain several (data.documents_in_row=separate)")
+        several = "a row may contain several documents (data.documents_in_row=separate)"
+        if setting.has_documents and has < HOPPER:
+            found.append(f"separates documents since compute capability 9.0, and {several}")
+        if setting.has_documents and not setting.is_local:
+            found.append(f"separates documents with lowering=manual alone, and {several}")
         if setting.window_varies:
             found.append(ONE_WINDOW_PER_MODEL)
         return found
 
     def describe(self, setting: Setting) -> str:
-        return "cudnn: the visible scores, in tiles of cuDNN's choice"
+        text = "cudnn: the visible scores, in tiles of cuDNN's choice"
+        most = self.most_documents
+        return f"{text} (blocks if a row has more than {most} documents)" if setting.has_documents else text
+
+
+def _opens(segments: Int[Array, "B S"]) -> Bool[Array, "B S"]:
+    """Whether a token is the first one of its document. The padding after the last document is one as well."""
+    return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+
+
+def _documents(opens: Bool[Array, "B S"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M+1"]]:
+    """The sizes of documents, and where they begin in their row; -1 after the last one, as cuDNN's call expects."""
+    length = opens.shape[1]
+    starts = jnp.sort(jnp.where(opens, jnp.arange(length, dtype=jnp.int32), length), axis=1)[:, :most]
+    ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=length)
+    exists = starts < length
+    offsets = jnp.pad(jnp.where(exists, starts, -1), ((0, 0), (0, 1)), constant_values=-1)
+    return jnp.where(exists, ends - starts, -1), offsets
+
+
+def _by_rows(q: Float[Array, "B S H h"], *others: Shaped[Array, "B ..."], window: int | None) -> Any:
+    """Causal attention within each document, some rows at a time."""
+    num_rows, length = q.shape[:2]
+    most = max(1, TOKENS_AT_ONCE // length)
+    at_once = max(rows for rows in range(1, min(most, num_rows) + 1) if num_rows % rows == 0)
+    if at_once == num_rows:
+        return _packed(q, *others, window)
+    parts = [x.reshape(num_rows // at_once, at_once, *x.shape[1:]) for x in (q, *others)]
+    return lax.map(lambda part: _packed(*part, window), parts).reshape(q.shape)
+
+
+def _packed(
+    q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+    sizes: Int[Array, "B M"], offsets: Int[Array, "B M+1"], window: int | None,
+) -> Float[Array, "B S H h"]:  # fmt: skip
+    """Causal attention within each document."""
+    # JAX 0.10 takes the offsets of the keys from the number of queries' heads.
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    out: jax.Array = jax_cudnn.dot_product_attention(
+        q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=offsets, kv_offsets=offsets,
+        scale=q.shape[-1] ** -0.5, mask_type=jax_cudnn.MaskType.CAUSAL, sliding_window_length=window,
+    )  # fmt: skip
+    return out
 
 
 def _attend(
