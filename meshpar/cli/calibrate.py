@@ -18,7 +18,7 @@ def calibrate(
     devices: Annotated[int, typer.Option(min=1, max=256, help="Number of CPU devices to simulate.")] = 8,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.")] = False,
 ) -> None:
-    """Measures this machine, so that `meshpar plan --target FILE` plans for it.
+    """Measures the CPUs of this machine, so that `meshpar plan --target FILE` plans for it.
 
     Products, elementwise operations and every kind of collective are timed by size, on all devices at once.
     """

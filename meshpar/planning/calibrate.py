@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.cost.touched import TRANSPOSE
+from meshpar.errors import ConfigError
 from meshpar.planning.measured import KINDS, CollectiveTimes, FunctionTime, Kind, MeasuredMachine, Point, group_sizes
 
 GROUPS = "groups"
@@ -78,10 +79,18 @@ def calibrate(
       sides: of the matrices of products.
       sizes: bytes of the buffers of elementwise operations and collectives.
       memory_sizes: bytes that programs take from the system.
+
+    Raises:
+      ConfigError: the devices are no CPUs.
     """
     devices = jax.devices()
     platform: Any = devices[0].platform
-    clock = _cpu_s if platform == "cpu" else time.perf_counter
+    if platform != "cpu":
+        raise ConfigError(
+            f"calibrate measures CPUs: its products of float32 are too small for a {devices[0].device_kind}; "
+            "plan with the figures of its data sheet, as in --target h100:1x8"
+        )
+    clock = _cpu_s
     sums = {(2.0 * size, n): _streaming(size // 4, count=n) for size in sizes for n in (1, _several(size))}
     elementwise, loop_s = _differences(sums, num_rounds, clock)
     chains = {
@@ -105,7 +114,7 @@ def calibrate(
         num_devices=len(devices),
         memory_bytes=_memory_bytes(),
         platform=platform,
-        shares_cores=platform == "cpu" and len(devices) > _num_cores(),
+        shares_cores=len(devices) > _num_cores(),
         products=products,
         elementwise=elementwise,
         functions=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -267,3 +268,10 @@ def test_the_best_layouts_are_compiled_and_dropped_if_they_do_not_fit(tmp_path):
     assert planned.ranked == [one.candidate]
     assert replace(planned, compiled=[replace(one, at_most=one.held_bytes - 1)]).ranked == []
     assert "does not fit: dropped" in table_of([replace(one, at_most=one.held_bytes - 1)])
+
+
+def test_a_gpu_is_not_measured_with_programs_for_cpus(monkeypatch):
+    """On an H100 they were so small that a step was planned to take 17 times as long as it took."""
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")])
+    with pytest.raises(ConfigError, match="too small for a NVIDIA H100; plan with the figures of its data sheet"):
+        calibrating.calibrate()

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.config import Positive
 from meshpar.mesh.varying import varying_alike
@@ -74,7 +74,7 @@ class Cudnn(Kernel):
         with jax.named_scope("taken_0_1_of_1"):
             out = lax.cond(
                 (in_one_piece & (num_documents <= most)).all(),
-                lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), window=setting.window),
+                lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), setting.window),
                 lambda q, k, v: Blocks()(q, k, v, positions, segments, setting.window)[0],
                 *varying_alike(q, k, v),
             )
@@ -122,15 +122,19 @@ def _documents(opens: Bool[Array, "B S"], most: int) -> tuple[Int[Array, "B M"],
     return jnp.where(exists, ends - starts, -1), offsets
 
 
-def _by_rows(q: Float[Array, "B S H h"], *others: Shaped[Array, "B ..."], window: int | None) -> Any:
+def _by_rows(
+    q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+    sizes: Int[Array, "B M"], offsets: Int[Array, "B M+1"], window: int | None,
+) -> Float[Array, "B S H h"]:  # fmt: skip
     """Causal attention within each document, some rows at a time."""
     num_rows, length = q.shape[:2]
     most = max(1, TOKENS_AT_ONCE // length)
     at_once = max(rows for rows in range(1, min(most, num_rows) + 1) if num_rows % rows == 0)
     if at_once == num_rows:
-        return _packed(q, *others, window)
-    parts = [x.reshape(num_rows // at_once, at_once, *x.shape[1:]) for x in (q, *others)]
-    return lax.map(lambda part: _packed(*part, window), parts).reshape(q.shape)
+        return _packed(q, k, v, sizes, offsets, window)
+    parts = [x.reshape(num_rows // at_once, at_once, *x.shape[1:]) for x in (q, k, v, sizes, offsets)]
+    attend: Any = partial(_packed, window=window)
+    return lax.map(lambda part: attend(*part), parts).reshape(q.shape)
 
 
 def _packed(
@@ -140,7 +144,7 @@ def _packed(
     """Causal attention within each document."""
     # JAX 0.10 takes the offsets of the keys from the number of queries' heads.
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    out: jax.Array = jax_cudnn.dot_product_attention(
+    out: Any = jax_cudnn.dot_product_attention(
         q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=offsets, kv_offsets=offsets,
         scale=q.shape[-1] ** -0.5, mask_type=jax_cudnn.MaskType.CAUSAL, sliding_window_length=window,
     )  # fmt: skip
