@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 
-from meshpar import AxisRules, MeshLayout, training
+from meshpar import AxisRules, MeshLayout, partitioned, training
 from meshpar.partition import moved
 from meshpar.partition.rules import RULES, contraction, derivatives, indexing, random, reduction
 from meshpar.partition.rules.rule import signed
@@ -157,3 +157,14 @@ def test_a_gather_in_another_order_is_found(monkeypatch):
 
     monkeypatch.setattr(moved.lax, "all_gather", reversed_gather)
     assert not is_equal(lambda x: jnp.cumsum(x, 1), (ROWS[..., 0],), (SPLIT,))
+
+
+def test_a_wrong_signature_of_a_kernel_is_found():
+    """A product may be a sum over devices, a function of the product may not."""
+
+    def kernel(of_product):
+        return partitioned("rows in, in out -> rows out", lambda x, w: of_product(x @ w), summed=["in"])
+
+    _, arguments, axes = PRODUCT
+    assert is_equal(kernel(jnp.negative), arguments, axes)
+    assert not is_equal(kernel(jnp.tanh), arguments, axes)
