@@ -212,6 +212,41 @@ def test_rows_that_devices_share_have_the_gradients_of_one_device(model, way, co
     assert max(differences(model, way, {"data": 2, "context": size}, declared)) <= 1e-10
 
 
+class Slots(nn.Module):
+    """Latents that attend to a row, which attends to them, as in a Perceiver; devices cannot share three of them."""
+
+    num: int
+    is_recognized: bool = True
+
+    @nn.compact
+    def __call__(self, batch):
+        attend = attention.attend if self.is_recognized else softmax_of_all
+        x = nn.Embed(VOCAB, WIDTH, **HALF)(batch["tokens"])[:, :, None]
+        slots = self.param("slots", nn.initializers.normal(1.0), (self.num, 1, WIDTH), jnp.float64)
+        slots = jnp.broadcast_to(slots, (x.shape[0], *slots.shape))
+        slots = softmax_of_all(slots, x, x)
+        x = x + softmax_of_all(x, slots, slots) + attend(x, slots, slots, causal=False)
+        return nn.Dense(VOCAB, **HALF)(x[:, :, 0])
+
+
+def softmax_of_all(q, k, v, causal=False):
+    return of_jax_in_float64(q, k, v, jnp.ones(k.shape[:2], bool), causal)
+
+
+MODELS["Slots"] = lambda num, is_reference=False: Slots(num, not is_reference)
+
+
+@pytest.mark.parametrize(("num", "context"), [(3, "ring4"), pytest.param(4, "gather4", marks=pytest.mark.slow)])
+def test_keys_that_devices_cannot_share_are_whole_on_each(num, context):
+    size, declared = CONTEXTS[context]
+    assert max(differences("Slots", num, {"data": 2, "context": size}, declared)) <= 1e-10
+
+
+def test_more_devices_than_heads_are_refused():
+    with pytest.raises(ConfigError, match="1 query heads on each device cannot be divided among the 2 devices"):
+        made("Slots", 4, {"data": 2, "context": 2}, {"kind": "ulysses"}).compile_step()
+
+
 EXPECTED = {
     "by_hand": "without hidden keys",
     "of_jax": "without hidden keys",

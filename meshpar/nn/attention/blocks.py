@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, num_visible_pairs
-from meshpar.nn.attention.core import Documents, Window, documents, known_window
+from meshpar.nn.attention.core import Documents, Window, documents, known_window, shares_rows
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
@@ -22,6 +22,7 @@ from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
 from meshpar.parallel.precision import wide
 from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.tensor import SEQ
 
 BLOCK_SIZE = 128
 
@@ -70,8 +71,9 @@ def in_blocks(
     With `Documents`, a query that attends to no key gets the mean of all values: the softmax of equal scores.
     """
     # Under GSPMD a loop gets its shardings from its operands.
-    k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
-    v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
+    if shares_rows(q.shape[SEQ], k.shape[SEQ]):
+        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
     q, k, v = varying_alike(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k, v)
     width = None if window is None else jnp.asarray(window, jnp.int32)
     has_hidden = isinstance(segments, Documents)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.errors import Problems
+from meshpar.errors import ConfigError, Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks
@@ -95,16 +95,21 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
         what = f"the {num_devices} devices that share a row cannot be divided into groups of {group}"
         problems.add("parallel.context.group", what, fix)
     elif heads % group:
-        what = f"{heads} query heads on each device cannot be divided among the {group} devices that exchange them"
-        fewer = math.gcd(heads, group)
-        smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
-        problems.add("parallel.context", what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads")
+        problems.add("parallel.context", *_heads_and_group(heads, group))
     if isinstance(core, Kernel) and ctx.sequence.num_shards > 1:
         what = f"{core.kind} needs whole rows, but {context.kind} computes attention in blocks of a row"
         problems.add("model.attention", what, "model.attention=auto, or parallel.context=ulysses")
     if ctx.schedule and context.kind in ("ring", "hybrid"):
         what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
         problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
+
+
+def _heads_and_group(heads: int, group: int) -> tuple[str, str]:
+    """What is wrong with this number of heads, and the nearest fix."""
+    what = f"{heads} query heads on each device cannot be divided among the {group} devices that exchange them"
+    fewer = math.gcd(heads, group)
+    smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
+    return what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads"
 
 
 def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, window: Window) -> str:
@@ -169,6 +174,9 @@ class Exchange:
         """Returns the tokens of the whole group, for some query heads and the key heads that these need."""
         if self.group == 1:
             return q, k, v
+        if q.shape[HEADS] % self.group:
+            what, fix = _heads_and_group(q.shape[HEADS], self.group)
+            raise ConfigError(f"parallel.context: {what}; {fix}")
         sent = sent_key_heads(q.shape[HEADS], k.shape[HEADS], self.group)
         if sent is not None:
             k = jnp.take(k, sent, axis=HEADS)

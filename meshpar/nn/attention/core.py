@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.nn.supported import Sharding
-from meshpar.parallel.context import manual_axes
+from meshpar.parallel.context import current, manual_axes
 from meshpar.parallel.local import varies_over, varying
 
 Window = Int[Array, ""] | int | None
@@ -79,6 +79,13 @@ class Documents(NamedTuple):
 
 HIDDEN_QUERY, HIDDEN_KEY = -(2**31), -(2**31) + 1
 """Documents that no query and key share."""
+
+
+def shares_rows(num_queries: int, num_keys: int) -> bool:
+    """Whether each device that has a part of the queries' row has one of the keys' row. If not, it has all keys."""
+    ctx = current()
+    num_devices = ctx.shards("seq") if ctx else 1
+    return num_queries == num_keys or (num_queries % num_devices == 0 and num_keys % num_devices == 0)
 
 
 def known_window(window: Window) -> int | None:

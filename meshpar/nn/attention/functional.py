@@ -18,7 +18,7 @@ from meshpar.nn.attention.auto import Auto
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks, in_blocks
 from meshpar.nn.attention.context_parallel import in_order, over_axes
-from meshpar.nn.attention.core import HIDDEN_KEY, HIDDEN_QUERY, Documents, documents, known_window
+from meshpar.nn.attention.core import HIDDEN_KEY, HIDDEN_QUERY, Documents, documents, known_window, shares_rows
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
 from meshpar.nn.attention.zigzag import Zigzag
@@ -61,6 +61,7 @@ def attend(
     (1, 4, 2, 8)
     """
     _check(q, k, causal, window, segments, cap)
+    is_shared = shares_rows(q.shape[SEQ], k.shape[SEQ])
 
     def compute(call: Call, q: Any, k: Any, v: Any, *more: Any) -> list[jax.Array]:
         of_q = q.reshape(*q.shape[:2], -1, q.shape[-1])
@@ -68,18 +69,20 @@ def attend(
         document = None if segments is None else next(left)
         if valid is not None:
             document = hidden(documents(document, of_q), documents(document, k), None, next(left))
+        axes = call.axes("tokens") if is_shared else ()
         out = local_attention(
-            of_q, k, v, causal=causal, window=window, segments=document, scale=scale, axes=call.axes("tokens"), cap=cap
+            of_q, k, v, causal=causal, window=window, segments=document, scale=scale, axes=axes, cap=cap
         )
         return [out.reshape(q.shape)]
 
     groups = q.shape[2] // k.shape[2]
     grouped = q.reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
-    of_keys = ("rows", "tokens", "heads", None)
+    of_keys = ("rows", "tokens" if is_shared else None, "heads", None)
     of_queries = ("rows", "tokens", "heads", "group", None)
-    more = [x for x in (segments, valid) if x is not None]
-    signature = Signature((of_queries, of_keys, of_keys, *[("rows", "tokens")] * len(more)), (of_queries,), compute)
-    return apply(signature, grouped, k, v, *more)[0].reshape(q.shape)
+    given = [(x, of[:2]) for x, of in ((segments, of_queries), (valid, of_keys)) if x is not None]
+    ins = (of_queries, of_keys, of_keys, *(labels for _, labels in given))
+    signature = Signature(ins, (of_queries,), compute)
+    return apply(signature, grouped, k, v, *(x for x, _ in given))[0].reshape(q.shape)
 
 
 def _check(q: Any, k: Any, causal: bool, window: Any, segments: Any, cap: float | None) -> None:

@@ -197,8 +197,8 @@ class Shards:
 def attend(
     shards: Shards,
     q: Float[Array, "B S H h"],
-    k: Float[Array, "B S K h"],
-    v: Float[Array, "B S K h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
     documents: Documents,
     window: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "B S H h"], Bool[Array, "B H S"]]:

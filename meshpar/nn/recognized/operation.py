@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from meshpar.nn.attention.core import Documents
+from meshpar.nn.attention.core import Documents, shares_rows
 from meshpar.nn.attention.functional import hidden, local_attention
 from meshpar.nn.recognized.band import Condition, Visible
 from meshpar.nn.recognized.scores import Label
@@ -57,13 +57,15 @@ class Dims:
 def signature(dims: Dims, seen: Visible, dtype: Any, shapes: Sequence[tuple[int, ...]]) -> Signature:
     """The signature of attention on queries, keys, values of these shapes, and the arrays of its conditions.
 
-    The tokens of queries, keys, values and result are one label, over whose axes attention communicates itself.
+    The tokens of queries, keys, values and result are one label, over whose axes attention communicates itself. Keys of
+    another row that the devices of a row cannot share are whole on each.
     """
     of_q = "right" if dims.keys == "left" else "left"
     q = dims.operand(of_q, len(shapes[0]))
     k = dims.operand(dims.keys, len(shapes[1]))
     (key,) = [label for label in k if label != SIZE and label[0] != "batch"]
     rename = {dims.tokens: TOKENS, key: KEYS}
+    is_shared = shares_rows(shapes[0][q.index(dims.tokens)], shapes[1][k.index(key)])
     conditions = [tuple(tuple(rename.get(x, x) for x in one) for one in c.labels) for c in seen.conditions]
     q, k, v, out = (tuple(rename.get(x, x) for x in one) for one in (q, k, dims.value, dims.out))
     shared = [x for x in q if isinstance(x, tuple) and x[0] == "batch"]
@@ -92,7 +94,7 @@ def signature(dims: Dims, seen: Visible, dtype: Any, shapes: Sequence[tuple[int,
             window=seen.band.window,
             segments=_documents(seen.conditions, arrays, of_q, of_k),
             scale=dims.scale,
-            axes=call.axes(TOKENS),
+            axes=call.axes(TOKENS) if is_shared else (),
             cap=dims.cap,
         )
         parts = [*rows, TOKENS, *heads, *groups, "features"]
@@ -100,7 +102,7 @@ def signature(dims: Dims, seen: Visible, dtype: Any, shapes: Sequence[tuple[int,
         return [whole.transpose([parts.index(x) for x in out]).astype(dtype)]
 
     def labels(one: tuple[Any, ...]) -> Labels:
-        whole = {SIZE: None, "features": None, KEYS: TOKENS}
+        whole = {SIZE: None, "features": None, KEYS: TOKENS if is_shared else None}
         return tuple(whole.get(x, x) for x in one)
 
     ins = (q, k, v, *(one for of in conditions for one in of))

@@ -206,7 +206,8 @@ def _selected(eqn: Any, which: Any, *cases: Any) -> Any:
     if other.scalar is None or not other.scalar <= LOW:
         return None
     if isinstance(which, Known):
-        return _masked(cases[place], Known(which.shape, lambda: which.values == bool(place)))
+        shape = which.shape or (1,) * len(cases[place].labels)
+        return _masked(cases[place], Known(shape, lambda: which.values.reshape(shape) == bool(place)))
     mask = masks.as_mask(which) if isinstance(which, (Mask, View)) else None
     return mask and _visible(cases[place], mask.where(bool(place)))
 
