@@ -18,6 +18,7 @@ from flax import nnx
 
 from meshpar import AxisRules, MeshLayout, attention, training
 from meshpar.errors import ConfigError
+from meshpar.nn.attention.core import Documents
 from meshpar.nn.recognized import operation, rewritten
 from meshpar.parallel.strategies import ContextParallel, Parallel
 from meshpar.verification.trial import Trial
@@ -312,6 +313,21 @@ def test_a_mask_is_found_in_other_ways_of_making_it(way):
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)[0]
 
     assert largest_difference(of(replaced), of(way)) < 1e-10
+
+
+@pytest.mark.parametrize(("padded", "kind"), [(False, jax.Array), (True, Documents)])
+def test_documents_of_tokens_are_segments_which_every_core_knows(padded, kind, monkeypatch):
+    def way(x, segments):
+        mask = nn.make_attention_mask(segments, segments, jnp.equal)
+        mask = nn.combine_masks(mask, nn.make_attention_mask(segments, segments)) if padded else mask
+        return nn.dot_product_attention(x, x, x, mask=nn.combine_masks(mask, nn.make_causal_mask(segments)))
+
+    given = []
+    monkeypatch.setattr(operation, "local_attention", lambda q, *_, segments, **more: given.append(segments) or q)
+    arrays = jnp.ones((2, 8, 2, 4)), jnp.ones((2, 8), jnp.int32)
+    closed, _ = rewritten(jax.make_jaxpr(way)(*arrays))
+    jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+    assert given and all(isinstance(one, kind) for one in given)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ class Condition:
     labels: tuple[tuple[Label | None, ...], ...]
     is_negated: bool = False
 
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether queries and keys are the same tokens, each of one document."""
+        if self.kind != "documents" or self.bases[0] is not self.bases[1]:
+            return False
+        return sum(a != b for a, b in zip(*self.labels, strict=True)) == 1
+
     def __str__(self) -> str:
         return {"keys": "without hidden keys", "queries": "of visible queries", "documents": "of their own document"}[
             self.kind

@@ -115,10 +115,12 @@ def _is_of_keys(condition: Condition, place: int) -> bool:
 
 def _documents(
     conditions: Sequence[Condition], arrays: Sequence[Sequence[jax.Array]], q: jax.Array, k: jax.Array
-) -> Documents | None:
-    """The documents of queries and keys in which all conditions hold."""
+) -> jax.Array | Documents | None:
+    """The documents in which all conditions hold: of tokens, which any core knows, or of queries and of keys."""
     if not conditions:
         return None
+    if len(conditions) == 1 and conditions[0].is_of_tokens:
+        return arrays[0][0].astype(jnp.int32)
     queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in (q, k))
     for condition, given in zip(conditions, arrays, strict=True):
         if condition.kind == "documents":
