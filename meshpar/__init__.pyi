@@ -68,6 +68,7 @@ from .serve.own_source import CausalModel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
+from .train.cross_entropy import cross_entropy
 from .train.data import (
     Arrow,
     Bytes,
@@ -203,6 +204,7 @@ __all__ = [
     "compress",
     "constrain",
     "convert",
+    "cross_entropy",
     "data",
     "experts",
     "explain",

@@ -136,6 +136,9 @@ _PUBLIC = {
     ),
     "adam optimizer": "use AdamW(lr=1e-3) in a run; a training takes any Optax optimizer",
     "train_state state create_train_state": "model.compile_init()() makes the state of a training",
+    "softmax_cross_entropy fused_linear_cross_entropy chunked_cross_entropy linear_cross_entropy cross_entropy_loss": (
+        "use cross_entropy(hidden, head, labels) in a loss"
+    ),
     "server": "run `meshpar serve RUN` in a shell; generate(...) completes prompts in Python",
     "estimate estimate_memory memory": "use inspect(run, target='h100:1x8')",
     "launch spawn": "run `meshpar launch` in a shell",

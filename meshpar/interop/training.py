@@ -62,6 +62,8 @@ CARRY = (
     "nnx.merge(graph, params, carried), and return (mean, metrics, nnx.state(model, nnx.Not(nnx.Param)))"
 )
 
+OF_A_LOSS = ("chunk", "label_smoothing", "z_loss")
+
 Dims = Mapping[str, tuple[str, ...]]
 Init = Callable[[jax.Array], Any]
 Parameters = ParamSpec("Parameters")
@@ -76,6 +78,8 @@ def _explains_unknown(function: Callable[Parameters, Training]) -> Callable[Para
         problems = Problems()
         for name in (name for name in arguments if name not in signature(function).parameters):
             fix = suggestion(name, signature(function).parameters, f"there are {', '.join(known)}")
+            if name in OF_A_LOSS:
+                fix = f"the loss may return meshpar.cross_entropy(hidden, head, labels, {name}=...)"
             problems.add(name, "training has no such argument", fix)
         problems.raise_any(ConfigError, "these arguments of training are wrong:")
         return function(*args, **arguments)

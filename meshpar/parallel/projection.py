@@ -111,16 +111,30 @@ class Projection:
           devices in each chunk, one number.
         Memory: the logits and their gradient, of one chunk; the gradient of the head, in float32 at least.
         """
-        width, vocab = self.head.shape
         rows, seq = jax.tree.leaves(tokens)[0].shape[:2]
-        length = chunk_length(chunk, rows // _global("batch"), seq, width, vocab // _global("vocab"))
-        if length is None or _global("seq") > 1:  # GSPMD would gather a sharded sequence to cut it in chunks
+        length = length_on_device(chunk, rows, seq, self.head)
+        if length is None:
             return cost(self.logits(), tokens, shared)
-        hidden = constrain(tensor.enter_region(self.hidden, "vocab"), "batch", "seq", "embed")
-        return _summed(cost, length, hidden, _for_each_group(self.head), tokens, shared)
+        return summed_in_chunks(cost, length, tensor.enter_region(self.hidden, "vocab"), self.head, tokens, shared)
 
 
 jax.tree_util.register_dataclass(Projection, ["hidden", "head"], [])
+
+
+def length_on_device(chunk: Chunk, rows: int, seq: int, head: jax.Array) -> int | None:
+    """`chunk_length` for these rows and this head: global arrays under GSPMD, else local shards."""
+    if _global("seq") > 1:  # GSPMD would gather a sharded sequence to cut it in chunks
+        return None
+    width, vocab = head.shape
+    return chunk_length(chunk, rows // _global("batch"), seq, width, vocab // _global("vocab"))
+
+
+def summed_in_chunks(
+    cost: Cost, length: int, hidden: Float[Array, "B S D"], head: Float[Array, "D V"], tokens: Any, shared: Any
+) -> Float[Array, ""]:
+    """See `Projection.summed`. The hidden states are those of whole rows, typed as varying like the head."""
+    hidden = constrain(hidden, "batch", "seq", "embed")
+    return _summed(cost, length, hidden, _for_each_group(head), tokens, shared)
 
 
 def logits_of(hidden_BSD: Float[Array, "B S D"], head_DV: Float[Array, "D V"]) -> Float[Array, "B S V"]:

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from meshpar.parallel.context import constrain, manual_axes
-from meshpar.parallel.local import shard, varying
+from meshpar.parallel.local import Axes, shard, varying
 from meshpar.parallel.precision import wide
 
 SEQ = 1
@@ -111,6 +111,7 @@ def cross_entropy(
     vocab_size: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    axes: Axes | None = None,
 ) -> Float[Array, "B S"]:
     """`logits[B, S, V_t], targets[B, S] -> nll[B, S]`, with the vocabulary sharded and never gathered.
 
@@ -120,6 +121,7 @@ def cross_entropy(
       vocab_size: rows of the vocabulary at or beyond it are padding and get no probability.
       label_smoothing: the share of the target's probability that is spread evenly over the whole vocabulary.
       z_loss: weight of `log(sum(exp(logits)))^2`, which keeps the logits from drifting.
+      axes: those over which the vocabulary is sharded. Default: those of the rule of `vocab`.
 
     Returns:
       Negative log-likelihoods in float32 (float64 if the logits are), equal on all devices of the axes.
@@ -127,7 +129,7 @@ def cross_entropy(
     Communication: all-reduces of [batch, seq]: one maximum and one of two sums; smoothing and z-loss add none.
     Source: Szegedy et al. 2016, arXiv:1512.00567 (smoothing); Chowdhery et al. 2022, arXiv:2204.02311 (z-loss).
     """
-    axes = manual_axes("vocab")
+    axes = manual_axes("vocab") if axes is None else axes
     ids = _ids(logits.shape[-1], axes)
     top, shifted = _shifted(wide(logits), ids < vocab_size, axes)
     hit = jnp.where(ids == targets[..., None], shifted, jnp.zeros_like(shifted)).sum(-1)

@@ -250,7 +250,7 @@ class Scope:
 
     def assigned(self, signature: Signature, nodes: Sequence[Any], passes: bool = False) -> Assigned:
         """The axes that the operands decide on."""
-        return assign(signature, [self._operand(node, passes) for node in nodes])
+        return assign(signature, [self._operand(node, passes) for node in nodes], self.sizes)
 
     def use(self, placed: Placed, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
         """The use of a value sharded over `axes`, typed as varying over no more axes than it has to be."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 from meshpar.mesh.varying import Axes
-from meshpar.partition.layout import Layout
+from meshpar.partition.layout import Layout, count
 
 Label: TypeAlias = Hashable
 Labels: TypeAlias = tuple[Label | None, ...]
@@ -103,17 +103,22 @@ class Operand:
         return (not self.layout.is_pinned, not self.is_made, -size)
 
 
-def assign(signature: Signature, operands: Sequence[Operand]) -> Assigned:
-    """Decides which axes shard each label."""
+def assign(signature: Signature, operands: Sequence[Operand], sizes: Any) -> Assigned:
+    """Decides which axes shard each label. They divide all dims with it, which may have different sizes."""
     assigned: Assigned = {}
     taken: set[str] = set()
+    lengths: dict[Label, set[int]] = {}
+    for labels, operand in zip(signature.ins, operands, strict=True):
+        for label, size in zip(labels, operand.layout.shape, strict=True):
+            lengths.setdefault(label, set()).add(size)
     order = sorted(range(len(operands)), key=lambda i: (*operands[i].priority, i))
     for i in order:
         for label, axes in zip(signature.ins[i], operands[i].wanted, strict=True):
             if label is None or label in assigned:
                 continue
             free = tuple(axis for axis in axes if axis not in taken)
-            if free and free == axes[: len(free)]:
+            is_even = not any(size % count(free, sizes) for size in lengths[label])
+            if free and free == axes[: len(free)] and is_even:
                 assigned[label] = free
                 taken |= {*free}
     return assigned

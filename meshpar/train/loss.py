@@ -200,8 +200,7 @@ class LossConfig(Config):
     @pydantic.model_validator(mode="after")
     def _one_loss(self) -> LossConfig:
         if self.target and (self.label_smoothing or self.z_loss or self.chunk != "auto"):
-            what = "label_smoothing, z_loss and chunk belong to the next token's cross entropy, not to a target"
-            raise ValueError(what)
+            raise ValueError("label_smoothing, z_loss and chunk: in a target, pass them to meshpar.cross_entropy")
         return self
 
     def each(self, vocab_size: int, distill: Distill | None = None) -> Each:

@@ -222,13 +222,20 @@ class Training:
         return rewritten(self._traced_loss)[1] if self.is_of_whole_arrays and self.ctx.manual else []
 
     def check_context(self) -> None:
-        """Raises ConfigError if `parallel.context` has no effect on a user's own model."""
-        if self.ctx.activation_dims is None or self.ctx.parallel.context is None or any(x.band for x in self.attention):
+        """Raises ConfigError if no core computes some attention of the rows that devices of a user's model share."""
+        if self.ctx.activation_dims is None or self.ctx.parallel.context is None:
             return
-        found = "".join(f"\n  {one}" for one in self.attention) or ": meshpar recognizes no attention in this loss"
+        dims = [pair for spec in self.batch_specs.values() for pair in zip(spec.dims, spec.shape, strict=True)]
+        shared = {size for dim, size in dims if dim and dim != "batch" and self.ctx.axes(dim)}
+        left = [one for one in self.attention if not one.band and one.num_keys in shared]
+        if not left and any(one.band for one in self.attention):
+            return
+        found = "".join(f"\n  {one}" for one in left or self.attention)
+        found = found or ": meshpar recognizes no attention in this loss"
         if not self.is_of_whole_arrays:
             found = ": a loss for local shards meets the other shards of a row itself"
-        raise ConfigError(f"parallel.context has no effect{found}\n  no parallel.context, or meshpar.attention.attend")
+        what = "parallel.context is not for this model" if left else "parallel.context has no effect"
+        raise ConfigError(f"{what}{found}\n  no parallel.context, or meshpar.attention.attend")
 
     @cached_property
     def _traced_loss(self) -> ClosedJaxpr:

@@ -38,7 +38,7 @@ meshpar: 1 problem in config.yaml:
         """\
 meshpar: 1 problem in config.yaml:
   loss (command line)
-    label_smoothing, z_loss and chunk belong to the next token's cross entropy, not to a target
+    label_smoothing, z_loss and chunk: in a target, pass them to meshpar.cross_entropy
 """,
     ),
     "globs that match nothing, and steps that never come": (

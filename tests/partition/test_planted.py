@@ -11,10 +11,12 @@ import optax
 import pytest
 from jax import lax
 
-from meshpar import AxisRules, MeshLayout, training
+from meshpar import AxisRules, MeshLayout, partitioned, training
 from meshpar.partition import moved
+from meshpar.partition.layout import Layout
 from meshpar.partition.rules import RULES, contraction, derivatives, indexing, random, reduction
 from meshpar.partition.rules.rule import signed
+from meshpar.partition.signature import Operand, Signature, assign
 from tests.partition.functions import on_one_device, on_shards
 from tests.partition.operations import ROWS, X, attention, clipped, floats, ints
 
@@ -157,3 +159,26 @@ def test_a_gather_in_another_order_is_found(monkeypatch):
 
     monkeypatch.setattr(moved.lax, "all_gather", reversed_gather)
     assert not is_equal(lambda x: jnp.cumsum(x, 1), (ROWS[..., 0],), (SPLIT,))
+
+
+def test_a_wrong_signature_of_a_kernel_is_found():
+    """A product may be a sum over devices, a function of the product may not."""
+
+    def kernel(of_product):
+        return partitioned("rows in, in out -> rows out", lambda x, w: of_product(x @ w), summed=["in"])
+
+    _, arguments, axes = PRODUCT
+    assert is_equal(kernel(jnp.negative), arguments, axes)
+    assert not is_equal(kernel(jnp.tanh), arguments, axes)
+
+
+def test_axes_shard_a_label_only_if_they_divide_every_dim_with_it():
+    """The tokens of two rows, between which a kernel attends, may have different numbers."""
+    signature = Signature((("tokens",), ("tokens",)), (("tokens",),), lambda call, *shards: shards)
+
+    def assigned(*sizes):
+        layouts = [Layout.whole((size,), np.dtype("float32")) for size in sizes]
+        return assign(signature, [Operand(layout, (("data",),)) for layout in layouts], {"data": 4})
+
+    assert assigned(8, 12) == {"tokens": ("data",)}
+    assert assigned(8, 6) == {}

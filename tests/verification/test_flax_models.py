@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from meshpar import AxisRules, MeshLayout, VerificationError, inspect, training, verify
+from meshpar import AxisRules, MeshLayout, VerificationError, inspect, partitioned, training, verify
 
 ROWS = 8
 
@@ -80,6 +81,23 @@ def test_a_linen_model_is_verified(cnn):
     proof = verify(cnn, [digits(seed, 12) for seed in range(2)])
     assert proof.is_equal, str(proof)
     assert [row.name for row in proof.rows][:3] == ["data=2, tensor=2", "data=2", "tensor=2"]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "planted"])
+def test_a_wrong_signature_of_a_kernel_is_blamed_on_the_axis_that_it_lets_in(is_wrong):
+    """The kernel needs all rows; its signature says that each device may have a part of them."""
+    centred = partitioned("rows size -> rows size", lambda x: x - x.mean(0), whole=[] if is_wrong else ["rows"])
+
+    def loss(params, batch, key):
+        return jnp.square(centred(jnp.tanh(batch["image"].reshape(-1, 16) @ params["w"]))).mean()
+
+    model = training(
+        lambda key: {"w": jax.random.normal(key, (16, 4))}, loss, optax.sgd(0.1), digits(0, 4),
+        mesh=MeshLayout(data=2, tensor=2).build(jax.devices()[:4]), rules=AxisRules(preset="megatron"),
+        dims={"w": ("embed", "mlp")},
+    )  # fmt: skip
+    proof = verify(model, [digits(seed, 4) for seed in range(2)])
+    assert [row.name for row in proof.culprits] == (["data=2"] if is_wrong else [])
 
 
 def test_a_linen_model_is_inspected(cnn):

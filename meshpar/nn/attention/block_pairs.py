@@ -7,7 +7,7 @@ arrays and need no devices; `online_softmax` runs them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,26 @@ class BlockGrid:
         """The index of the first token that each block reads."""
         return np.minimum(block * self.size, self.seq_len - self.size)
 
+
+class Grids(NamedTuple):
+    """The blocks of queries and those of keys, whose sequences may have different lengths.
+
+    >>> Grids.of(BlockGrid(384, 128)).rows(np.array([[2, 1]])).tolist()
+    [[256, 128, 256, 128]]
+    """
+
+    queries: BlockGrid
+    keys: BlockGrid
+
+    @classmethod
+    def of(cls, grid: BlockGrid) -> Grids:
+        """The same blocks for both."""
+        return cls(grid, grid)
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.queries.is_ragged or self.keys.is_ragged
+
     def rows(self, pairs: np.ndarray, chunks: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Converts block indices [pair, 2] to rows of a table.
 
@@ -60,14 +80,16 @@ class BlockGrid:
           int32[pair, 4]: for queries and for keys the first token that the pair reads, then for both the first token
           that belongs to the block. The two differ only for the last block of a ragged grid.
         """
-        first = np.array(chunks) * self.seq_len
-        return np.concatenate([self.start(pairs) + first, pairs * self.size + first], axis=1).astype(np.int32)
+        places = list(zip(self, pairs.T, chunks, strict=True))
+        read = [grid.start(block) + chunk * grid.seq_len for grid, block, chunk in places]
+        own = [block * grid.size + chunk * grid.seq_len for grid, block, chunk in places]
+        return np.stack([*read, *own], axis=1).astype(np.int32)
 
 
-def all_pairs(grid: BlockGrid) -> np.ndarray:
+def all_pairs(grids: Grids) -> np.ndarray:
     """All pairs of blocks, in the order of `visible_pairs`: int64[pair, 2]."""
-    blocks = range(grid.num_blocks)
-    return np.array([(q, k) for q in blocks for k in reversed(blocks)])
+    keys = range(grids.keys.num_blocks)
+    return np.array([(q, k) for q in range(grids.queries.num_blocks) for k in reversed(keys)])
 
 
 def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:

@@ -5,22 +5,24 @@ Shapes: B batch, S seq, H heads, K kv_heads, h head_dim.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.block_pairs import BlockGrid, num_visible_pairs
-from meshpar.nn.attention.core import Window, documents, known_window
+from meshpar.nn.attention.core import Documents, Window, documents, known_window, shares_rows
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
+from meshpar.parallel.precision import wide
 from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.tensor import SEQ
 
 BLOCK_SIZE = 128
 
@@ -61,14 +63,32 @@ class Blocks(Config):
 
 
 def in_blocks(
-    shards: Shards, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-    segments: Int[Array, "B S"], window: Window,
+    shards: Shards, q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"],
+    segments: Int[Array, "B S"] | Documents, window: Window,
 ) -> Float[Array, "B S H h"]:  # fmt: skip
-    """Computes attention of a device's queries to the keys of all shards, in the layout of a `Core`."""
+    """Computes attention of a device's queries to the keys of all shards, in the layout of a `Core`.
+
+    With `Documents`, a query that attends to no key gets the mean of all values: the softmax of equal scores.
+    """
     # Under GSPMD a loop gets its shardings from its operands.
-    k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
-    v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
+    if shares_rows(q.shape[SEQ], k.shape[SEQ]):
+        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
     q, k, v = varying_alike(q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype), k, v)
     width = None if window is None else jnp.asarray(window, jnp.int32)
-    out_BSHh: jax.Array = attend(shards, q, k, v, segments, width)
-    return out_BSHh
+    has_hidden = isinstance(segments, Documents)
+    known = segments if has_hidden else Documents(segments, segments)
+    found: Any = attend(shards, q, k, v, known, width)
+    out_BSHh, sees_BHS = found
+    if not has_hidden:
+        return out_BSHh
+    mean_B1Hh = jnp.repeat(_mean(shards, v), q.shape[2] // v.shape[2], axis=2)
+    return jnp.where(sees_BHS.swapaxes(1, 2)[..., None], out_BSHh, mean_B1Hh)
+
+
+def _mean(shards: Shards, v: Float[Array, "B T K h"]) -> Float[Array, "B 1 K h"]:
+    """The mean of the values of all shards. Communication: an all-gather of one value for each row and head."""
+    mean = wide(v).mean(1, keepdims=True)
+    if shards.num_shards > 1:
+        mean = lax.all_gather(mean, shards.axes, axis_index_groups=shards.groups).mean(0)
+    return mean.astype(v.dtype)

@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.errors import Problems
+from meshpar.errors import ConfigError, Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks
-from meshpar.nn.attention.core import Core, Window, documents, known_window
+from meshpar.nn.attention.core import Core, Documents, Window, documents, known_window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
@@ -48,28 +48,31 @@ def across_shards(
 
 
 def over_axes(
-    core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+    core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"],
     positions: Any, segments: Any, window: Window, axes: Axes, layout: SequenceLayout, is_causal: bool = True,
+    cap: float | None = None,
 ) -> Float[Array, "B S H h"]:  # fmt: skip
     """Attention of rows that are sharded over `axes`, in this layout, as `parallel.context` declares it.
 
     Args:
       positions: as `Core` gets them; None if each row is one document.
+      segments: as `Core` gets them; or `Documents`.
+      cap: see `Shards`.
     """
     ctx = current()
     context = (ctx.parallel if ctx else Parallel()).attention
     num_devices = math.prod(map(lax.axis_size, axes))
     group = context.exchange(num_devices)
     exchange = Exchange(axes, num_devices, group)
-    segments = None if segments is None else exchange.whole(segments)
+    segments = jax.tree.map(exchange.whole, segments)
     q, k, v = exchange.to_heads(q, k, v)
-    if layout.num_shards == 1 and is_causal:
+    if layout.num_shards == 1 and is_causal and cap is None and not isinstance(segments, Documents):
         whole = in_order(q) if positions is None else exchange.whole(positions)
         out, _ = core(q, k, v, whole, segments, window)
     else:
-        tables = _tables(core, layout, q.shape[SEQ], window, is_causal)
-        shards = Shards(tables, axes, group, gathers=context.kind == "all_gather")
-        out = in_blocks(shards, q, k, v, documents(segments, q), window)
+        tables = _tables(core, layout, q.shape[SEQ], window, None if is_causal else k.shape[SEQ])
+        shards = Shards(tables, axes, group, gathers=context.kind == "all_gather", cap=cap)
+        out = in_blocks(shards, q, k, v, documents(segments, q, k), window)
     return exchange.to_tokens(out)
 
 
@@ -92,16 +95,21 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
         what = f"the {num_devices} devices that share a row cannot be divided into groups of {group}"
         problems.add("parallel.context.group", what, fix)
     elif heads % group:
-        what = f"{heads} query heads on each device cannot be divided among the {group} devices that exchange them"
-        fewer = math.gcd(heads, group)
-        smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
-        problems.add("parallel.context", what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads")
+        problems.add("parallel.context", *_heads_and_group(heads, group))
     if isinstance(core, Kernel) and ctx.sequence.num_shards > 1:
         what = f"{core.kind} needs whole rows, but {context.kind} computes attention in blocks of a row"
         problems.add("model.attention", what, "model.attention=auto, or parallel.context=ulysses")
     if ctx.schedule and context.kind in ("ring", "hybrid"):
         what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
         problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
+
+
+def _heads_and_group(heads: int, group: int) -> tuple[str, str]:
+    """What is wrong with this number of heads, and the nearest fix."""
+    what = f"{heads} query heads on each device cannot be divided among the {group} devices that exchange them"
+    fewer = math.gcd(heads, group)
+    smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
+    return what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads"
 
 
 def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, window: Window) -> str:
@@ -129,11 +137,21 @@ def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, win
     return f"{how}; the busiest device computes {most:.2f} times an equal share of the needed scores"
 
 
-def _tables(core: Core, layout: SequenceLayout, tokens: int, window: Window, is_causal: bool = True) -> ShardTables:
-    """The tables for shards of `tokens` tokens. A core without blocks computes chunks whole."""
-    length = tokens // layout.chunks.shape[1]
-    grid = BlockGrid(length, getattr(core, "block_size", length))
-    return ShardTables(layout, grid, known_window(window), is_causal)
+def _tables(
+    core: Core, layout: SequenceLayout, tokens: int, window: Window, num_keys: int | None = None
+) -> ShardTables:
+    """The tables for shards of `tokens` tokens. A core without blocks computes chunks whole.
+
+    Args:
+      num_keys: the keys of a shard, to all of which its queries attend; None for causal attention.
+    """
+
+    def grid(tokens: int) -> BlockGrid:
+        length = tokens // layout.chunks.shape[1]
+        return BlockGrid(length, getattr(core, "block_size", length))
+
+    keys = None if num_keys is None else grid(num_keys)
+    return ShardTables(layout, grid(tokens), known_window(window), num_keys is None, keys)
 
 
 @dataclass(frozen=True)
@@ -156,6 +174,9 @@ class Exchange:
         """Returns the tokens of the whole group, for some query heads and the key heads that these need."""
         if self.group == 1:
             return q, k, v
+        if q.shape[HEADS] % self.group:
+            what, fix = _heads_and_group(q.shape[HEADS], self.group)
+            raise ConfigError(f"parallel.context: {what}; {fix}")
         sent = sent_key_heads(q.shape[HEADS], k.shape[HEADS], self.group)
         if sent is not None:
             k = jnp.take(k, sent, axis=HEADS)

@@ -6,14 +6,14 @@ Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, h head
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.nn.supported import Sharding
-from meshpar.parallel.context import manual_axes
+from meshpar.parallel.context import current, manual_axes
 from meshpar.parallel.local import varies_over, varying
 
 Window = Int[Array, ""] | int | None
@@ -67,14 +67,45 @@ def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: 
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
+class Documents(NamedTuple):
+    """The documents of queries and of keys, where they differ. A query attends to the keys of its own document.
+
+    A query or a key with a document of its own is hidden: it belongs to `HIDDEN_QUERY` or `HIDDEN_KEY`.
+    """
+
+    queries: Int[Array, "B S"]
+    keys: Int[Array, "B T"]
+
+
+HIDDEN_QUERY, HIDDEN_KEY = -(2**31), -(2**31) + 1
+"""Documents that no query and key share."""
+
+
+def shares_rows(num_queries: int, num_keys: int) -> bool:
+    """Whether each device that has a part of the queries' row has one of the keys' row. If not, it has all keys."""
+    ctx = current()
+    num_devices = ctx.shards("seq") if ctx else 1
+    return num_queries == num_keys or (num_queries % num_devices == 0 and num_keys % num_devices == 0)
+
+
 def known_window(window: Window) -> int | None:
     """The window if it is the same in all layers; None if there is none, or if only the device knows it."""
     return window if isinstance(window, int) else None
 
 
-def documents(segments: Int[Array, "B S"] | None, q_BSHh: Float[Array, "B S H h"]) -> Int[Array, "B S"]:
-    """The document of each token, the same for all tokens of a row if each row is one document."""
-    return jnp.zeros(q_BSHh.shape[:2], jnp.int32) if segments is None else segments
+def documents(segments: Any, q_BSHh: Float[Array, "B S H h"], k_BTKh: Any = None) -> Any:
+    """The document of each token, the same for all tokens of a row if each row is one document.
+
+    Args:
+      segments: int32 [batch, seq], or `Documents`, which are returned; None if each row is one document.
+      k_BTKh: the keys, if there may be more or fewer of them than queries: then the result may be `Documents`.
+    """
+    if segments is not None:
+        return segments
+    of_queries = jnp.zeros(q_BSHh.shape[:2], jnp.int32)
+    if k_BTKh is None or k_BTKh.shape[:2] == q_BSHh.shape[:2]:
+        return of_queries
+    return Documents(of_queries, jnp.zeros(k_BTKh.shape[:2], jnp.int32))
 
 
 def needed_scores(seq_len: int, window: Window) -> Fraction:

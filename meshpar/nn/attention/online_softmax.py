@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from meshpar.nn.attention.block_pairs import BlockGrid
+from meshpar.nn.attention.block_pairs import BlockGrid, Grids
 from meshpar.nn.attention.core import causal_window
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide, wide_dtype
@@ -56,6 +56,7 @@ class Meeting(NamedTuple):
       q: already divided by the square root of head_dim.
       window: how many tokens a query attends to, including its own; None for all up to its own.
       is_causal: whether a query attends only to tokens up to its own; else to all.
+      cap: scores are `cap * tanh(score / cap)`; None for as they are.
     """
 
     q: Float[Array, "B S H h"]
@@ -65,6 +66,7 @@ class Meeting(NamedTuple):
     keys: Tokens
     window: Int[Array, ""] | None
     is_causal: bool = True
+    cap: float | None = None
 
 
 class Softmax(NamedTuple):
@@ -93,6 +95,10 @@ class Softmax(NamedTuple):
     def result(self) -> Float[Array, "B S H h"]:
         return (self.total / self.mass[..., None]).swapaxes(1, 2)
 
+    def sees(self) -> Bool[Array, "B H S"]:
+        """Whether a query attends to any key."""
+        return self.highest > jnp.finfo(self.highest.dtype).min
+
     def log_mass(self) -> Float[Array, "B H S"]:
         """The log of the sum of the exponentials of all scores."""
         return self.highest + jnp.log(self.mass)
@@ -109,19 +115,19 @@ def empty(q: Float[Array, "B S H h"]) -> Softmax:
     return jax.tree.map(lambda x: varying_like(x, q), state)
 
 
-def extend(grid: BlockGrid, state: Softmax, met: Meeting, pairs: Int[Array, "P 4"]) -> Softmax:
-    """The state after the pairs of a table. Each query must attend to some key before its result is read.
+def extend(grids: Grids, state: Softmax, met: Meeting, pairs: Int[Array, "P 4"]) -> Softmax:
+    """The state after the pairs of a table. The result of a query that attends to no key has no meaning, see `sees`.
 
     Args:
-      pairs: rows of `BlockGrid.rows`.
+      pairs: rows of `Grids.rows`.
     """
     q, k, v, *_ = met
 
     def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
-        visible = _visible(grid, pair, met)
-        scores = masked_scores(_block(q, pair[0], grid), _block(k, pair[1], grid), visible)
-        old = jax.tree.map(lambda x: _block(x, pair[0], grid, 2), state)
-        new = old.with_keys(scores, _block(v, pair[1], grid))
+        visible = _visible(grids, pair, met)
+        scores = masked_scores(_block(q, pair[0], grids.queries), _block(k, pair[1], grids.keys), visible, met.cap)
+        old = jax.tree.map(lambda x: _block(x, pair[0], grids.queries, 2), state)
+        new = old.with_keys(scores, _block(v, pair[1], grids.keys))
         return jax.tree.map(lambda x, part: _with_block(x, part, pair[0], 2), state, new), None
 
     return _for_each(step, state, q, pairs)
@@ -149,36 +155,38 @@ def backward_of(
 
 
 def add_gradients(
-    grid: BlockGrid, grads: tuple[jax.Array, ...], known: Backward, met: Meeting, pairs: Int[Array, "P 4"]
+    grids: Grids, grads: tuple[jax.Array, ...], known: Backward, met: Meeting, pairs: Int[Array, "P 4"]
 ) -> tuple[jax.Array, ...]:
     """Adds the gradients of q, k and v from the pairs of a table. It computes their scores again. See `extend`."""
     q, k, v, *_ = met
     num_groups = q.shape[2] // k.shape[2]
 
     def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        k_BKth = _block(k, pair[1], grid).swapaxes(1, 2)
-        v_BKth = _block(v, pair[1], grid).swapaxes(1, 2)
+        k_BKth = _block(k, pair[1], grids.keys).swapaxes(1, 2)
+        v_BKth = _block(v, pair[1], grids.keys).swapaxes(1, 2)
 
-        q_BKrh = _rows(_block(q, pair[0], grid).swapaxes(1, 2), k_BKth)
-        grad_BKrh = _rows(_block(known.grad, pair[0], grid).swapaxes(1, 2), k_BKth)
-        log_mass_BKr = _rows(_block(known.log_mass, pair[0], grid, 2), k_BKth)
-        mean_BKr = _rows(_block(known.mean, pair[0], grid, 2), k_BKth)
-        visible_Btr = jnp.tile(_visible(grid, pair, met).swapaxes(1, 2), num_groups)
+        q_BKrh = _rows(_block(q, pair[0], grids.queries).swapaxes(1, 2), k_BKth)
+        grad_BKrh = _rows(_block(known.grad, pair[0], grids.queries).swapaxes(1, 2), k_BKth)
+        log_mass_BKr = _rows(_block(known.log_mass, pair[0], grids.queries, 2), k_BKth)
+        mean_BKr = _rows(_block(known.mean, pair[0], grids.queries, 2), k_BKth)
+        visible_Btr = jnp.tile(_visible(grids, pair, met).swapaxes(1, 2), num_groups)
         # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
-        scores = _product("bkth,bkrh->bktr", k_BKth, q_BKrh)
+        scores, slope = _capped(_product("bkth,bkrh->bktr", k_BKth, q_BKrh), met.cap)
         logs = scores - log_mass_BKr[:, :, None]
         weights = jnp.exp(jnp.where(visible_Btr[:, None], logs, jnp.finfo(logs.dtype).min))  # 0 where it is not visible
         of_weights = _product("bkth,bkrh->bktr", v_BKth, grad_BKrh)
         # The gradient of a score is its weight times (the gradient of the weight - their mean over the keys).
-        of_scores = (weights * (of_weights - mean_BKr[:, :, None])).astype(q.dtype)
+        of_scores = weights * (of_weights - mean_BKr[:, :, None])
+        of_scores = (of_scores if slope is None else of_scores * slope).astype(q.dtype)
         of_q_BKhr = _product("bkht,bktr->bkhr", k_BKth.swapaxes(2, 3), of_scores)
-        of_q_BKhGs = of_q_BKhr.reshape(*of_q_BKhr.shape[:3], num_groups, grid.size)
+        of_q_BKhGs = of_q_BKhr.reshape(*of_q_BKhr.shape[:3], num_groups, grids.queries.size)
         of_k_BKth = _product("bktr,bkrh->bkth", of_scores, q_BKrh)
         of_v_BKth = _product("bktr,bkrh->bkth", weights.astype(v.dtype), grad_BKrh)
-        of_q_BsHh = of_q_BKhGs.transpose(0, 4, 1, 3, 2).reshape(*q.shape[:1], grid.size, *q.shape[2:])
+        of_q_BsHh = of_q_BKhGs.transpose(0, 4, 1, 3, 2).reshape(*q.shape[:1], grids.queries.size, *q.shape[2:])
         added = (of_q_BsHh, of_k_BKth.swapaxes(1, 2), of_v_BKth.swapaxes(1, 2))
         starts = (pair[0], pair[1], pair[1])
-        old = [_block(x, start, grid) for x, start in zip(grads, starts, strict=True)]
+        blocks = (grids.queries, grids.keys, grids.keys)
+        old = [_block(x, start, grid) for x, start, grid in zip(grads, starts, blocks, strict=True)]
         new = [x + part for x, part in zip(old, added, strict=True)]
         return tuple(_with_block(x, part, start) for x, part, start in zip(grads, new, starts, strict=True)), None
 
@@ -201,26 +209,34 @@ def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
     return lax.optimization_barrier((pairs, q.reshape(-1)[0]))[0]
 
 
-def _visible(grid: BlockGrid, pair, met: Meeting) -> Bool[Array, "B s t"]:
-    of_queries = met.queries.block(pair[0], grid)
-    of_keys = met.keys.block(pair[1], grid)
+def _visible(grids: Grids, pair, met: Meeting) -> Bool[Array, "B s t"]:
+    of_queries = met.queries.block(pair[0], grids.queries)
+    of_keys = met.keys.block(pair[1], grids.keys)
     visible = of_queries.segments[:, :, None] == of_keys.segments[:, None, :]
     if met.is_causal:
         visible &= causal_window(of_queries.index, of_keys.index, met.window)
-    if grid.is_ragged:
-        place = jnp.arange(grid.size, dtype=jnp.int32)
-        visible &= (place >= pair[2] - pair[0])[:, None] & (place >= pair[3] - pair[1])
+    if grids.is_ragged:
+        queries, keys = (jnp.arange(grid.size, dtype=jnp.int32) for grid in grids)
+        visible &= (queries >= pair[2] - pair[0])[:, None] & (keys >= pair[3] - pair[1])
     return visible
 
 
 def masked_scores(
-    q: Float[Array, "B S H h"], k: Float[Array, "B t K h"], visible: Bool[Array, "B S t"]
+    q: Float[Array, "B S H h"], k: Float[Array, "B t K h"], visible: Bool[Array, "B S t"], cap: float | None = None
 ) -> Float[Array, "B H S t"]:
     """The scores of queries and keys; the lowest finite number where a query does not attend to a key."""
     q_BHSh = q.swapaxes(1, 2)
     k_BKth = k.swapaxes(1, 2)
     scores = _product("bkrh,bkth->bkrt", _rows(q_BHSh, k_BKth), k_BKth).reshape(*q_BHSh.shape[:3], -1)
-    return jnp.where(visible[:, None], scores, jnp.finfo(scores.dtype).min)
+    return jnp.where(visible[:, None], _capped(scores, cap)[0], jnp.finfo(scores.dtype).min)
+
+
+def _capped(scores: jax.Array, cap: float | None) -> tuple[jax.Array, jax.Array | None]:
+    """`cap * tanh(scores / cap)` and its derivative; without a cap the scores, and None."""
+    if cap is None:
+        return scores, None
+    bounded = jnp.tanh(scores / cap)
+    return cap * bounded, 1 - jnp.square(bounded)
 
 
 def _rows(x_BHs: Float[Array, "B H s *rest"], like: Float[Array, "B K t h"]) -> Float[Array, "B K r *rest"]:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshpar.nn.attention.block_pairs import BlockGrid, all_pairs, visible_pairs
+from meshpar.nn.attention.block_pairs import BlockGrid, Grids, all_pairs, visible_pairs
 from meshpar.nn.attention.core import needed_scores
 from meshpar.parallel.sequence import SequenceLayout
 
@@ -31,6 +31,7 @@ class ShardTables:
       grid: the blocks of a chunk.
       window: how many tokens a query attends to, if all layers agree; else None.
       is_causal: whether a query attends only to tokens up to its own; else to all.
+      keys: the blocks of a chunk of keys, if they are tokens of another sequence.
 
     >>> tables = ShardTables(SequenceLayout(4, is_zigzag=True), BlockGrid(8, 4))
     >>> tables.hops, [len(table) for table in tables.tables]
@@ -43,6 +44,11 @@ class ShardTables:
     grid: BlockGrid
     window: int | None = None
     is_causal: bool = True
+    keys: BlockGrid | None = None
+
+    @property
+    def grids(self) -> Grids:
+        return Grids(self.grid, self.keys or self.grid)
 
     @cached_property
     def _apart(self) -> np.ndarray:
@@ -76,11 +82,11 @@ class ShardTables:
         rows = [np.empty((0, 4), np.int32)]
         for (q, k), distance in np.ndenumerate(apart):
             if not self.is_causal:
-                rows.append(self.grid.rows(all_pairs(self.grid), (q, k)))
+                rows.append(self.grids.rows(all_pairs(self.grids), (q, k)))
             elif distance >= 0:
                 pairs = visible_pairs(self.grid, int(distance), self.window)
                 on_diagonal = (pairs[:, 0] == pairs[:, 1]) & (distance == 0) & (self.halves is not None)
-                rows.append(self.grid.rows(pairs[~on_diagonal], (q, k)))
+                rows.append(self.grids.rows(pairs[~on_diagonal], (q, k)))
         return np.concatenate(rows)
 
     @cached_property
@@ -101,7 +107,7 @@ class ShardTables:
             return np.empty((0, 4), np.int32)
         pairs = visible_pairs(self.halves, 0, self.window)
         blocks = range(self.layout.chunks.shape[1] * self.grid.num_blocks)
-        return np.concatenate([self.halves.rows(pairs, (block, block)) for block in blocks])
+        return np.concatenate([Grids.of(self.halves).rows(pairs, (block, block)) for block in blocks])
 
     @cached_property
     def hops(self) -> list[int]:
@@ -118,13 +124,13 @@ class ShardTables:
     def scores(self) -> np.ndarray:
         """int[shard]: the scores that each shard of queries computes, for each row and head."""
         halves = len(self.diagonal) * self.halves.size**2 if self.halves else 0
-        return self._lengths.sum(0) * self.grid.size**2 + halves
+        return self._lengths.sum(0) * self.grid.size * self.grids.keys.size + halves
 
     @property
     def needed(self) -> Fraction:
         """The part of the computed scores that attention needs."""
-        seq_len = self.grid.seq_len * self.layout.chunks.size
-        needed = needed_scores(seq_len, self.window) if self.is_causal else Fraction(seq_len**2)
+        seq_len, num_keys = (grid.seq_len * self.layout.chunks.size for grid in self.grids)
+        needed = needed_scores(seq_len, self.window) if self.is_causal else Fraction(seq_len * num_keys)
         return needed / int(self.scores.sum())
 
     def by_length(self, hops: Sequence[int]) -> dict[int, list[int]]:

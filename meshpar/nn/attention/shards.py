@@ -19,20 +19,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.collectives.permute import permute
 from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
-from meshpar.nn.attention.block_pairs import BlockGrid
+from meshpar.nn.attention.block_pairs import Grids
+from meshpar.nn.attention.core import Documents
 from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.remat import named
 from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying_like
 
-Run = Callable[[BlockGrid, jax.Array, Tokens, Any], Any]
-"""(grid, table, keys, carry) -> carry, after the pairs of the table."""
+Run = Callable[[Grids, jax.Array, Tokens, Any], Any]
+"""(grids, table, keys, carry) -> carry, after the pairs of the table."""
 Visit = Callable[[Any, Sequence[int], Any, Any], tuple[Any, Any]]
 """(hop, the hops of the same loop, carry, the keys of a shard) -> (carry, terms of the sums of that shard)."""
 
@@ -45,12 +46,14 @@ class Shards:
       axes: the mesh axes over which the row is sharded.
       group: the number of neighbouring devices that hold the same shard.
       gathers: whether each device gathers the keys of all shards; else they travel round a ring.
+      cap: scores are `cap * tanh(score / cap)`; None for as they are.
     """
 
     tables: ShardTables
     axes: Axes = ()
     group: int = 1
     gathers: bool = False
+    cap: float | None = None
 
     @property
     def num_shards(self) -> int:
@@ -68,6 +71,9 @@ class Shards:
     def tokens(self, shard: jax.Array | int, segments: Int[Array, "B S"]) -> Tokens:
         return Tokens(self.tables.layout.tokens_of(shard, segments.shape[1]), segments)
 
+    def meeting(self, q: Any, k: Any, v: Any, queries: Tokens, keys: Tokens, window: Any) -> Meeting:
+        return Meeting(q, k, v, queries, keys, window, self.tables.is_causal, self.cap)
+
     def run(self, hop: Any, hops: Sequence[int], queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
         """Runs the table of this device at a hop, if a query and a key can be in the same document.
 
@@ -82,7 +88,7 @@ class Shards:
             run_table = partial(self._run_table, hop, hops, run, keys)
             return lax.cond(overlap.any(), run_table, lambda carry: carry, carry)
         if self.tables.halves:
-            carry = run(self.tables.halves, jnp.asarray(self.tables.diagonal), keys, carry)
+            carry = run(Grids.of(self.tables.halves), jnp.asarray(self.tables.diagonal), keys, carry)
         return self._run_table(hop, hops, run, keys, carry)
 
     def _run_table(self, hop: Any, hops: Sequence[int], run: Run, keys: Tokens, carry: Any) -> Any:
@@ -94,10 +100,10 @@ class Shards:
             if not len(tables[alike[0]]):
                 return carry
             if len(alike) == 1:
-                return run(self.tables.grid, jnp.asarray(tables[alike[0]]), keys, carry)
+                return run(self.tables.grids, jnp.asarray(tables[alike[0]]), keys, carry)
             place = np.searchsorted(alike, np.arange(len(tables))).astype(np.int32)
             table = jnp.asarray(np.stack([tables[index] for index in alike]))[jnp.asarray(place)[which]]
-            return run(self.tables.grid, table, keys, carry)
+            return run(self.tables.grids, table, keys, carry)
 
         first, *others = by_length.values()
         if not others:
@@ -122,7 +128,7 @@ class Shards:
         return self._gather(visit, carry, keys) if self.gathers else self._travel(visit, carry, keys)
 
     def sent_after(self, x: jax.Array, segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
-        """The documents of this shard's tokens, which are sent only when x is known.
+        """The documents of this shard's keys, which are sent only when x is known.
 
         They depend on no layer. JAX would send them round the ring in a loop of its own, before the layers, and XLA:CPU
         would start other messages while that loop runs, see `in_turn`.
@@ -132,7 +138,7 @@ class Shards:
         return after(lax.optimization_barrier((segments, x))[0], x)
 
     def _gather(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
-        gathered = jax.tree.map(lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups), keys)
+        gathered = jax.tree.map(lambda x: lax.all_gather(x, self.axes, axis_index_groups=self.groups), keys)
 
         def step(state: Any, hop: Any, hops: Sequence[int]) -> Any:
             carry, added = state
@@ -147,7 +153,7 @@ class Shards:
         hops = self.tables.hops
         state, _ = lax.scan(lambda state, hop: (step(state, hop, hops), None), (carry, added), jnp.array(hops, "int32"))
         carry, added = state
-        return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self._groups), added)
+        return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self.groups), added)
 
     def _travel(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         """Sends the keys round the ring. Each step sends them, and the sums of earlier steps, before it computes."""
@@ -180,7 +186,7 @@ class Shards:
         return jax.tree.map(lambda x: permute(x, self.axes, pairs), tree)
 
     @property
-    def _groups(self) -> list[list[int]] | None:
+    def groups(self) -> list[list[int]] | None:
         """The devices that hold different shards of the same heads; None for all."""
         if self.group == 1:
             return None
@@ -191,17 +197,19 @@ class Shards:
 def attend(
     shards: Shards,
     q: Float[Array, "B S H h"],
-    k: Float[Array, "B S K h"],
-    v: Float[Array, "B S K h"],
-    segments: Int[Array, "B S"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    documents: Documents,
     window: Int[Array, ""] | None,
-) -> Float[Array, "B S H h"]:
+) -> tuple[Float[Array, "B S H h"], Bool[Array, "B H S"]]:
     """Computes `softmax(q k^T) v` of this device's queries, over the keys of all shards.
 
     Args:
       q: already divided by the square root of head_dim.
-      segments: the document of each token.
       window: how many tokens a query attends to, including its own; None for all up to its own.
+
+    Returns:
+      The result; and whether each query attends to any key: if not, its result has no meaning.
 
     Memory: in addition to the result, its gradient and the arguments, the scores of one pair of blocks; the keys and
       values of a shard twice, or of all shards if they are gathered.
@@ -209,32 +217,33 @@ def attend(
     Communication: see `Shards.meet`: k, v and segments forward and backward; backward also the gradients of k and v, in
       float32 at least.
     """
-    return _attend_forward(shards, q, k, v, segments, window)[0]
+    return _attend_forward(shards, q, k, v, documents, window)[0]
 
 
-def _attend_forward(shards: Shards, q, k, v, segments, window):
-    queries = shards.tokens(shards.rank, segments)
+def _attend_forward(shards: Shards, q, k, v, documents, window):
+    queries = shards.tokens(shards.rank, documents.queries)
 
     def visit(hop: Any, hops: Sequence[int], state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
         k, v, theirs = of_shard
 
-        def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
-            return extend(grid, state, Meeting(q, k, v, queries, keys, window, shards.tables.is_causal), pairs)
+        def run(grids: Grids, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
+            return extend(grids, state, shards.meeting(q, k, v, queries, keys, window), pairs)
 
         return shards.run(hop, hops, queries, theirs, run, state), ()
 
     with needed(shards.tables.needed):
-        state, _ = shards.meet(visit, empty(q), (k, v, shards.sent_after(q, segments)))
+        state, _ = shards.meet(visit, empty(q), (k, v, shards.sent_after(q, documents.keys)))
     out = named(state.result().astype(v.dtype), "attn")
-    return out, (q, k, v, segments, window, out, named(state.log_mass(), "log_mass"))
+    return (out, state.sees()), (q, k, v, documents, window, out, named(state.log_mass(), "log_mass"))
 
 
-def _attend_backward(shards: Shards, saved, grad):
-    q, k, v, segments, window, out, log_mass = saved
+def _attend_backward(shards: Shards, saved, grads):
+    q, k, v, documents, window, out, log_mass = saved
+    grad, _ = grads
     window = None if window is None else jnp.asarray(window)  # JAX returns a saved constant as a NumPy scalar
     # Otherwise XLA:CPU transposes them in the forward, and holds both forms until here.
     q, k, v, out, grad = lax.optimization_barrier((q, k, v, out, grad))
-    queries = shards.tokens(shards.rank, segments)
+    queries = shards.tokens(shards.rank, documents.queries)
     known = backward_of(out, log_mass, grad)
 
     # Otherwise XLA:CPU fills the zeros of all layers when the step begins.
@@ -246,16 +255,14 @@ def _attend_backward(shards: Shards, saved, grad):
     def visit(hop: Any, hops: Sequence[int], of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
         k, v, theirs = of_shard
 
-        def run(grid: BlockGrid, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
-            return add_gradients(
-                grid, grads, known, Meeting(q, k, v, queries, keys, window, shards.tables.is_causal), pairs
-            )
+        def run(grids: Grids, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
+            return add_gradients(grids, grads, known, shards.meeting(q, k, v, queries, keys, window), pairs)
 
         of_q, *added = shards.run(hop, hops, queries, theirs, run, (of_q, zeros(k), zeros(v)))
         return of_q, tuple(added)
 
     with needed(shards.tables.needed):
-        of_q, added = shards.meet(visit, zeros(q), (k, v, shards.sent_after(grad, segments)))
+        of_q, added = shards.meet(visit, zeros(q), (k, v, shards.sent_after(grad, documents.keys)))
     grads = (of_q, *added)
     return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
 

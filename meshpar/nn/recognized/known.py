@@ -112,6 +112,21 @@ def _squeeze(eqn: Any, x: Known) -> Known:
     return Known(shape, lambda: x.values.reshape(shape))
 
 
+def _reshaped(eqn: Any, x: Known) -> Known | None:
+    """A reshape that only adds or drops dims of size 1."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if [n for n in before if n > 1] != [n for n in after if n > 1] or eqn.params.get("dimensions") is not None:
+        return None
+    left = iter(size for size, n in zip(x.shape, before, strict=True) if n > 1)
+    shape = tuple(next(left) if n > 1 else 1 for n in after)
+    return Known(shape, lambda: x.values.reshape(shape))
+
+
+def view(eqn: Any, x: Known) -> Known | None:
+    """The result of an operation that only changes the order or the number of dims."""
+    return (VIEWS | {"reshape": _reshaped})[eqn.primitive.name](eqn, x)
+
+
 VIEWS: dict[str, Callable[..., Known]] = {
     "iota": _iota,
     "broadcast_in_dim": _broadcast,

@@ -9,9 +9,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters import partial_eval
 
-from meshpar.nn.recognized import known
-from meshpar.nn.recognized.band import Band, Unlike, band
+from meshpar.nn.recognized import known, masks
+from meshpar.nn.recognized.band import Band, Unlike, Visible, visible
 from meshpar.nn.recognized.known import Known
+from meshpar.nn.recognized.masks import Frame, Mask, Term, View
 from meshpar.nn.recognized.operation import Dims, signature
 from meshpar.nn.recognized.scores import Label, Scores, followed, product
 from meshpar.partition.op import partitioned_p
@@ -28,18 +29,26 @@ class Found:
 
     Args:
       source: the product with the values.
+      seq_len: the number of queries.
+      num_keys: the number of keys.
       band: which tokens attend to each other; None if it is left as it is written.
+      more: what the data and a cap add to that.
       why: why it is left.
     """
 
     source: Source
     seq_len: int
+    num_keys: int
     band: Band | None = None
+    more: tuple[str, ...] = ()
     why: str = ""
 
     def __str__(self) -> str:
         what = f"{self.source.line}: attention of {self.seq_len} tokens"
-        return f"{what} to {self.band}" if self.band else f"{what} is computed as it is written: {self.why}"
+        if self.band is None:
+            return f"{what} is computed as it is written: {self.why}"
+        band = self.band if self.num_keys == self.seq_len else f"{self.num_keys} tokens of another row"
+        return ", ".join((f"{what} to {band}", *self.more))
 
 
 def rewritten(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Found]]:
@@ -48,7 +57,8 @@ def rewritten(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Found]]:
     Its results are the same but for rounding.
     """
     walk = _Walk()
-    jaxpr, _ = walk.program(closed.jaxpr, [known.constant(x) for x in closed.consts], [None] * len(closed.in_avals))
+    consts = [known.constant(x) for x in closed.consts]
+    jaxpr, _ = walk.program(closed.jaxpr, consts, [None] * len(closed.in_avals), Frame())
     if not any(one.band for one in walk.found):
         return closed, walk.found
     return ClosedJaxpr(_without_unused(jaxpr), closed.consts), walk.found
@@ -64,13 +74,13 @@ def _without_unused(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Walk:
-    """Follows a program in order. What it knows of an array is `Known`, `Scores`, `Row` or None."""
+    """Follows a program in order. What it knows of an array is `Known`, `Scores`, `Row`, `Mask` or `View`."""
 
     def __init__(self) -> None:
         self.found: list[Found] = []
 
     def program(
-        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], caller: Source | None = None
+        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], frame: Frame, caller: Source | None = None
     ) -> tuple[Any, list[Any]]:
         """The program with attention replaced, and what is known of its results."""
         about: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -78,26 +88,28 @@ class _Walk:
         made: dict[Any, Any] = {}
 
         def read(v: Any) -> Any:
-            return known.constant(v.val) if isinstance(v, Literal) else about.get(v)
+            if isinstance(v, Literal):
+                return known.constant(v.val)
+            return about.get(v) or View.of(frame.base(v))
 
         equations = []
         for eqn in jaxpr.eqns:
-            new, results = self.equation(eqn, [read(v) for v in eqn.invars], jaxpr, made, caller, read)
+            new, results = self.equation(eqn, [read(v) for v in eqn.invars], frame, made, caller, read)
             equations.append(new)
             about |= dict(zip(eqn.outvars, results, strict=True))
             made |= dict.fromkeys(eqn.outvars, eqn)
         changed = any(a is not b for a, b in zip(equations, jaxpr.eqns, strict=True))
-        results = [read(v) for v in jaxpr.outvars]
+        results = [_outside(read(v), frame) for v in jaxpr.outvars]
         return (jaxpr.replace(eqns=equations) if changed else jaxpr), results
 
     def equation(
-        self, eqn: Any, operands: list[Any], frame: Any, made: Any, caller: Source | None, read: Callable[[Any], Any]
+        self, eqn: Any, operands: list[Any], frame: Frame, made: Any, caller: Source | None, read: Callable[[Any], Any]
     ) -> tuple[Any, list[Any]]:
         name = eqn.primitive.name
         if name in CALLS:
-            return self._call(eqn, operands, caller)
+            return self._call(eqn, operands, frame, caller)
         if name == "scan":
-            return self._scan(eqn, operands, caller)
+            return self._scan(eqn, operands, frame, caller)
         if name == "cond":
             return self._cond(eqn, operands, caller)
         if name == "dot_general":
@@ -108,40 +120,58 @@ class _Walk:
                 return eqn, [product(eqn, frame)]
         results = known.results(eqn, operands)
         if len(results) == 1 and results[0] is None:
-            results = [followed(eqn, operands)]
+            as_arrays = [
+                View.of(frame.base(v)) if isinstance(x, Mask) else x for v, x in zip(eqn.invars, operands, strict=True)
+            ]
+            results = [followed(eqn, operands) or masks.followed(eqn, operands) or masks.followed(eqn, as_arrays)]
         return eqn, results
 
-    def _call(self, eqn: Any, operands: list[Any], caller: Source | None) -> tuple[Any, list[Any]]:
+    def _call(self, eqn: Any, operands: list[Any], frame: Frame, caller: Source | None) -> tuple[Any, list[Any]]:
         key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
         inner = eqn.params[key]
         is_closed = isinstance(inner, ClosedJaxpr)
         jaxpr = inner.jaxpr if is_closed else inner
         consts = [known.constant(x) for x in inner.consts] if is_closed else []
-        new, results = self.program(jaxpr, consts, operands, Source.of(eqn, caller))
+        inside = Frame()
+        new, results = self.program(jaxpr, consts, operands, inside, Source.of(eqn, caller))
         if new is jaxpr:
             return eqn, results
-        changed = inner.replace(jaxpr=new) if is_closed else new
-        return eqn.replace(params=eqn.params | {key: changed}), results
+        new = _with_arguments(new, len(new.invars), inside)
+        params = eqn.params | {key: inner.replace(jaxpr=new) if is_closed else new}
+        for name in ("in_shardings", "in_layouts", "donated_invars"):
+            if name in params:
+                added = {"in_shardings": params[name][:1], "in_layouts": (None,), "donated_invars": (False,)}[name]
+                params[name] = params[name] + added * len(inside.captured)
+        return eqn.replace(params=params, invars=[*eqn.invars, *_captured(inside, frame)]), results
 
-    def _scan(self, eqn: Any, operands: list[Any], caller: Source | None) -> tuple[Any, list[Any]]:
+    def _scan(self, eqn: Any, operands: list[Any], frame: Frame, caller: Source | None) -> tuple[Any, list[Any]]:
         """The body of a loop knows its constants; what it carries and scans may differ in each iteration."""
         num_consts, _ = scan_counts(eqn.params)
         closed = eqn.params["jaxpr"]
         rest = len(closed.in_avals) - num_consts
-        fixed = [x if isinstance(x, Known) else None for x in operands[:num_consts]]
+        # jax 0.12 has the numbers of arguments in a tree, to which none is added: masks of all pairs stay as they are.
+        follows = (Known,) if "ft_in" in eqn.params else (Known, Mask, View)
+        fixed = [x if isinstance(x, follows) else None for x in operands[:num_consts]]
         consts = [known.constant(x) for x in closed.consts]
-        new, _ = self.program(closed.jaxpr, consts, [*fixed, *[None] * rest], Source.of(eqn, caller))
+        inside = Frame()
+        new, _ = self.program(closed.jaxpr, consts, [*fixed, *[None] * rest], inside, Source.of(eqn, caller))
         nothing = [None] * len(eqn.outvars)
         if new is closed.jaxpr:
             return eqn, nothing
-        return eqn.replace(params=eqn.params | {"jaxpr": closed.replace(jaxpr=new)}), nothing
+        new = _with_arguments(new, num_consts, inside)
+        added = len(inside.captured)
+        params = eqn.params | {"jaxpr": closed.replace(jaxpr=new)}
+        if added:
+            params |= {"num_consts": num_consts + added}
+        invars = [*eqn.invars[:num_consts], *_captured(inside, frame), *eqn.invars[num_consts:]]
+        return eqn.replace(params=params, invars=invars), nothing
 
     def _cond(self, eqn: Any, operands: list[Any], caller: Source | None) -> tuple[Any, list[Any]]:
         branches = []
         for closed in eqn.params["branches"]:
             given = [x if isinstance(x, Known) else None for x in operands[1:]]
             consts = [known.constant(x) for x in closed.consts]
-            new, _ = self.program(closed.jaxpr, consts, given, Source.of(eqn, caller))
+            new, _ = self.program(closed.jaxpr, consts, given, Frame(), Source.of(eqn, caller))
             branches.append(closed if new is closed.jaxpr else closed.replace(jaxpr=new))
         nothing = [None] * len(eqn.outvars)
         if all(a is b for a, b in zip(branches, eqn.params["branches"], strict=True)):
@@ -156,19 +186,44 @@ class _Walk:
         source = Source.of(eqn, caller)
         found = _dims(eqn, place, weights, frame)
         key: Any = weights.key
-        seq_len = _sizes(weights)[key]
+        sizes = _sizes(weights)
         if isinstance(found, Unlike):
-            self.found.append(Found(source, seq_len, why=found.why))
+            self.found.append(Found(source, sizes[key], sizes[key], why=found.why))
             return eqn
-        dims, kind = found
+        dims, seen = found
         swapped = dims.keys == "left"
         q, k = weights.product.invars[::-1] if swapped else weights.product.invars
         q, scale = _unscaled(q, made, weights.scale, read)
-        dims = replace(dims, scale=scale)
-        self.found.append(Found(source, seq_len, kind))
-        operands = [q, k, eqn.invars[1 - place]]
-        params = {"signature": signature(dims, kind, eqn.outvars[0].aval.dtype, [v.aval.shape for v in operands])}
+        cap = weights.cap
+        more = [*dict.fromkeys(map(str, seen.conditions)), *([] if cap is None else [f"scores capped at {cap:g}"])]
+        self.found.append(Found(source, sizes[dims.tokens], sizes[key], seen.band, tuple(more)))
+        # A cap of c is c tanh(s) of the scores s that the program multiplies; a core's is c tanh(s / c).
+        dims = replace(dims, scale=scale * (cap or 1.0), cap=cap)
+        arrays = [frame.local(base) for condition in seen.conditions for base in condition.bases]
+        operands = [q, k, eqn.invars[1 - place], *arrays]
+        params = {"signature": signature(dims, seen, eqn.outvars[0].aval.dtype, [v.aval.shape for v in operands])}
         return eqn.replace(primitive=partitioned_p, invars=operands, params=params)
+
+
+def _outside(x: Any, frame: Frame) -> Any:
+    """What a caller may know of a result: nothing that names an array of the function alone."""
+    if isinstance(x, Scores):
+        hidden = any(isinstance(term, Term) and frame in term.frames for term, _ in x.visible)
+        return x.computed(why=x.why or "its mask is made in another function") if hidden else x
+    return x if masks.seen_outside(x, frame) else None
+
+
+def _captured(inside: Frame, frame: Frame) -> list[Any]:
+    """The arrays that a program gets from the one around it."""
+    return [frame.local(base) for base in inside.captured]
+
+
+def _with_arguments(jaxpr: Any, place: int, inside: Frame) -> Any:
+    """The program with an argument for each array that it gets from around it."""
+    if not inside.captured:
+        return jaxpr
+    invars = [*jaxpr.invars[:place], *inside.captured.values(), *jaxpr.invars[place:]]
+    return jaxpr.replace(invars=invars, debug_info=jaxpr.debug_info.with_unknown_names())
 
 
 def _is_weights(x: Any) -> bool:
@@ -195,7 +250,7 @@ def _sizes(scores: Scores) -> dict[Label, int]:
     return dict(zip(product(scores.product, None).labels, shape, strict=True))  # pyright: ignore
 
 
-def _dims(eqn: Any, place: int, weights: Scores, frame: Any) -> tuple[Dims, Band] | Unlike:
+def _dims(eqn: Any, place: int, weights: Scores, frame: Any) -> tuple[Dims, Visible] | Unlike:
     """How the dims of queries, keys, values and result correspond, if they are those of attention."""
     key: Any = weights.key
     own = product(weights.product, None).labels
@@ -204,19 +259,18 @@ def _dims(eqn: Any, place: int, weights: Scores, frame: Any) -> tuple[Dims, Band
     shared = [weights.labels[i] for i in batch[place]]
     if unlike := _unlike(eqn, place, weights, frame, queries):
         return Unlike(unlike)
-    found = band(weights.visible, queries, key)
-    if isinstance(found, Unlike):
-        return Unlike(f"its mask {found.why}")
-    kind, row = found
-    tokens = row or _tokens(queries, _sizes(weights), key)
-    if _sizes(weights)[tokens] != _sizes(weights)[key]:
-        return Unlike("queries and keys are not the tokens of one row")
+    seen = visible(weights.visible, queries, key)
+    if isinstance(seen, Unlike):
+        return Unlike(f"its mask {seen.why}")
+    if unlike := _uncapped(weights, seen):
+        return Unlike(unlike)
+    tokens = seen.row or _tokens(queries, _sizes(weights), key)
     value: list[Any] = ["features"] * eqn.invars[1 - place].aval.ndim
     for label, i in zip((*shared, key), (*batch[1 - place], *contracted[1 - place]), strict=True):
         value[i] = label
     left = [label for i, label in enumerate(weights.labels) if i not in (*contracted[place], *batch[place])]
     out = (*shared, *left, "features") if place == 0 else (*shared, "features", *left)
-    return Dims(weights.product.params["dimension_numbers"], key[0], tokens, tuple(value), out), kind
+    return Dims(weights.product.params["dimension_numbers"], key[0], tokens, tuple(value), out), seen
 
 
 def _unlike(eqn: Any, place: int, weights: Scores, frame: Any, queries: Sequence[Label]) -> str:
@@ -226,6 +280,8 @@ def _unlike(eqn: Any, place: int, weights: Scores, frame: Any, queries: Sequence
     inner = weights.product.params["dimension_numbers"][0]
     own = product(weights.product, None).labels
     value = eqn.invars[1 - place].aval
+    if weights.why:
+        return weights.why
     if weights.frame is not frame:
         return "queries and keys are multiplied in another function"
     if [weights.labels[i] for i in contracted[place]] != [key]:
@@ -242,6 +298,14 @@ def _unlike(eqn: Any, place: int, weights: Scores, frame: Any, queries: Sequence
     return ""
 
 
+def _uncapped(weights: Scores, seen: Visible) -> str:
+    """Why the cap of scores is none that a core computes, or its conditions are not; empty if all are."""
+    documents = [one for one in seen.conditions if one.kind == "documents"]
+    if len(documents) > 1:
+        return "its mask compares two kinds of documents"
+    return "the cap of its scores is not positive" if weights.cap is not None and weights.cap <= 0 else ""
+
+
 def _tokens(queries: Sequence[Label], sizes: dict[Label, int], key: Label) -> Label:
-    """The dim of the queries' tokens where no mask tells: one as long as that of the keys."""
-    return next((label for label in queries if sizes[label] == sizes[key]), queries[0])
+    """The dim of the queries' tokens where no mask tells: one as long as that of the keys, or the longest."""
+    return next((label for label in queries if sizes[label] == sizes[key]), max(queries, key=lambda x: sizes[x]))

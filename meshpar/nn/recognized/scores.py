@@ -7,13 +7,18 @@ that only the left or the right operand of the product has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard
 
+from meshpar.nn.recognized import masks
 from meshpar.nn.recognized.known import Known
+from meshpar.nn.recognized.masks import Mask, Term, View
+from meshpar.partition.rules import elementwise
 
-Label = tuple[str, int]
+Label = tuple[Any, ...]
+"""A dim of the scores; or the labels of several that a reshape merged."""
 LOW = -1e4
 """The exponential of a score that is lower by this is 0 in every dtype."""
 
@@ -27,9 +32,11 @@ class Scores:
       frame: the program that the product is in.
       labels: of each dim; None for one of size 1 that the scores do not have.
       scale: by what the product was multiplied.
-      visible: masks with the labels of their dims.
+      cap: by what the hyperbolic tangent of that was multiplied; None if none was taken.
+      visible: conditions that all hold where a query attends to a key, with the labels of their dims.
       stage: what was computed so far.
       key: the label of the keys, when a maximum or a sum over them was taken.
+      why: why no core computes it; empty if one may.
       values: the same object for two arrays whose elements are the same in another order of dims.
     """
 
@@ -37,9 +44,11 @@ class Scores:
     frame: Any
     labels: tuple[Label | None, ...]
     scale: float = 1.0
-    visible: tuple[tuple[Known, tuple[Label | None, ...]], ...] = ()
+    cap: float | None = None
+    visible: tuple[tuple[Known | Term, tuple[Label | None, ...]], ...] = ()
     stage: Literal["scores", "shifted", "exponentials", "weights"] = "scores"
     key: Label | None = None
+    why: str = ""
     values: object = field(default_factory=object)
 
     def computed(self, **changes: Any) -> Scores:
@@ -71,7 +80,25 @@ def followed(eqn: Any, operands: Sequence[Any]) -> Any:
     if not any(isinstance(x, (Scores, Row)) for x in operands):
         return None
     rule = RULES.get(eqn.primitive.name)
-    return rule(eqn, *operands) if rule else None
+    return (rule(eqn, *operands) if rule else None) or _changed(eqn, operands)
+
+
+def _changed(eqn: Any, operands: Sequence[Any]) -> Scores | None:
+    """Scores or weights that an elementwise operation changes by what no core computes.
+
+    They are followed to the end, so that `Found` can say why the attention is left as it is written.
+    """
+    given = [x for x in operands if isinstance(x, Scores)]
+    is_elementwise = eqn.primitive.name in elementwise.RULES and len(eqn.outvars) == 1
+    if len(given) != 1 or not is_elementwise or len(given[0].labels) != len(eqn.outvars[0].aval.shape):
+        return None
+    (x,) = given
+    if x.stage == "weights":
+        return x.computed(why=x.why or "its weights are changed before they meet the values, as dropout does")
+    row = next((one for one in operands if isinstance(one, Row) and one.kind == "sum"), None)
+    whole = {"stage": "weights", "key": _key_of(row)} if row else {}
+    why = f"its scores are changed ({eqn.primitive.name}), for instance by a bias that is trained"
+    return x.computed(why=x.why or why, **whole)
 
 
 def _same(eqn: Any, x: Any) -> Any:
@@ -88,6 +115,8 @@ def _scaled(by: Callable[[float, float], float]) -> Callable[..., Any]:
         if isinstance(left, Known) and eqn.primitive.name == "mul":
             left, right = right, left
         if _is_plain(left) and isinstance(right, Known) and right.scalar is not None:
+            if left.cap is not None:
+                return left.computed(cap=by(left.cap, right.scalar))
             return left.computed(scale=by(left.scale, right.scalar))
         return _divided(eqn, left, right) if eqn.primitive.name == "div" else None
 
@@ -96,6 +125,10 @@ def _scaled(by: Callable[[float, float], float]) -> Callable[..., Any]:
 
 def _is_plain(x: Any) -> TypeGuard[Scores]:
     return isinstance(x, Scores) and x.stage == "scores" and not x.visible
+
+
+def _bounded_by_tanh(eqn: Any, x: Any) -> Any:
+    return x.computed(cap=1.0) if _is_plain(x) and x.cap is None else None
 
 
 def _divided(eqn: Any, left: Any, right: Any) -> Any:
@@ -125,9 +158,13 @@ def _aligned(scores: Scores, row: Row) -> bool:
 
 def _biased(eqn: Any, left: Any, right: Any) -> Any:
     """A mask that is added: 0 where a query attends to a key, and a very negative number elsewhere."""
-    if isinstance(left, Known):
+    if not isinstance(left, Scores):
         left, right = right, left
-    if not (isinstance(left, Scores) and left.stage == "scores" and isinstance(right, Known)):
+    if not (isinstance(left, Scores) and left.stage == "scores"):
+        return None
+    if isinstance(right, Mask):
+        return _visible(left, right.terms) if right.on == 0 and right.off <= LOW else None
+    if not isinstance(right, Known):
         return None
     bias = right.values
     if not ((bias == 0) | (bias <= LOW)).all():
@@ -136,21 +173,43 @@ def _biased(eqn: Any, left: Any, right: Any) -> Any:
 
 
 def _masked(scores: Scores, visible: Known) -> Scores | None:
-    if len(visible.shape) != len(scores.labels):
+    return _visible(scores, (Term((visible,)),))
+
+
+def _visible(scores: Scores, terms: tuple[Term, ...] | None) -> Scores | None:
+    """The scores where these conditions hold, and very negative numbers elsewhere."""
+    if terms is None:
         return None
-    return scores.computed(visible=(*scores.visible, (visible, scores.labels)))
+    added: list[tuple[Known | Term, tuple[Label | None, ...]]] = []
+    for term in terms:
+        for view in term.views:
+            if len(view.shape if isinstance(view, Known) else view.labels) != len(scores.labels):
+                return None
+        if any(isinstance(view, Known) for view in term.views):
+            added.append((_known(term), scores.labels))
+        else:
+            added.append((term, scores.labels))
+    return scores.computed(visible=(*scores.visible, *added))
+
+
+def _known(term: Term) -> Known:
+    (one,) = term.views
+    assert isinstance(one, Known)
+    return Known(one.shape, lambda: (one.values != 0) != term.is_negated)
 
 
 def _selected(eqn: Any, which: Any, *cases: Any) -> Any:
-    if len(cases) != 2 or not isinstance(which, Known):
-        return None
     place = next((i for i, x in enumerate(cases) if isinstance(x, Scores)), None)
     other = None if place is None else cases[1 - place]
-    if place is None or cases[place].stage != "scores" or not isinstance(other, Known):
+    if len(cases) != 2 or place is None or cases[place].stage != "scores" or not isinstance(other, Known):
         return None
     if other.scalar is None or not other.scalar <= LOW:
         return None
-    return _masked(cases[place], Known(which.shape, lambda: which.values == bool(place)))
+    if isinstance(which, Known):
+        shape = which.shape or (1,) * len(cases[place].labels)
+        return _masked(cases[place], Known(shape, lambda: which.values.reshape(shape) == bool(place)))
+    mask = masks.as_mask(which) if isinstance(which, (Mask, View)) else None
+    return mask and _visible(cases[place], mask.where(bool(place)))
 
 
 def _shifted(eqn: Any, left: Any, right: Any) -> Any:
@@ -159,6 +218,8 @@ def _shifted(eqn: Any, left: Any, right: Any) -> Any:
         return left.computed(stage="shifted", key=_key_of(right)) if fits else None
     if isinstance(left, Scores) and isinstance(right, Known):
         return _biased(eqn, left, Known(right.shape, lambda: -right.values))
+    if isinstance(left, Scores) and isinstance(right, Mask) and right.on is not masks.NONZERO:
+        return _biased(eqn, left, replace(right, on=-right.on, off=-right.off))
     return None
 
 
@@ -186,33 +247,23 @@ def _bounded(eqn: Any, left: Any, right: Any) -> Any:
     return left if isinstance(left, Row) and left.kind == "max" and is_low else None
 
 
-def _transposed(eqn: Any, x: Any) -> Any:
-    return replace(x, labels=tuple(x.labels[i] for i in eqn.params["permutation"]))
-
-
-def _broadcast(eqn: Any, x: Any) -> Any:
-    labels: list[Label | None] = [None] * len(eqn.params["shape"])
-    for dim, label in zip(eqn.params["broadcast_dimensions"], x.labels, strict=True):
-        labels[dim] = label
-    return replace(x, labels=tuple(labels))
-
-
-def _squeezed(eqn: Any, x: Any) -> Any:
-    dropped = {dim % len(x.labels) for dim in eqn.params["dimensions"]}
-    return replace(x, labels=tuple(label for i, label in enumerate(x.labels) if i not in dropped))
-
-
 def _reshaped(eqn: Any, x: Any) -> Any:
-    """A reshape that only adds or drops dims of size 1."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if [n for n in before if n > 1] != [n for n in after if n > 1] or eqn.params.get("dimensions") is not None:
-        return None
-    left = [label for label, n in zip(x.labels, before, strict=True) if n > 1]
-    ones = [label for label, n in zip(x.labels, before, strict=True) if n == 1 and label is not None]
-    if ones:
-        return None
-    rest = iter(left)
-    return replace(x, labels=tuple(next(rest) if n > 1 else None for n in after))
+    """A reshape that adds or drops dims of size 1, or merges dims, such as groups of heads, or undoes that."""
+    if (same := masks.reshaped(eqn, x)) or not isinstance(x, Scores) or eqn.params.get("dimensions") is not None:
+        return same
+    sizes = dict(zip(product(x.product, None).labels, x.product.outvars[0].aval.shape, strict=True))
+    left = [one for label in x.labels if label for one in ([label] if label in sizes else label)]
+    labels: list[Label | None] = []
+    for size in eqn.outvars[0].aval.shape:
+        merged: list[Label] = []
+        if size == 1 and left and sizes[left[0]] == 1:
+            merged.append(left.pop(0))
+        while left and math.prod(sizes[one] for one in merged) < size:
+            merged.append(left.pop(0))
+        if math.prod(sizes[one] for one in merged) != size:
+            return None
+        labels.append(merged[0] if len(merged) == 1 else tuple(merged) or None)
+    return None if left else replace(x, labels=tuple(labels))
 
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -227,8 +278,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "max": _bounded,
     **dict.fromkeys(("convert_element_type", "copy", "reduce_precision"), _same),
     "stop_gradient": _stopped,
-    "transpose": _transposed,
-    "broadcast_in_dim": _broadcast,
-    "squeeze": _squeezed,
+    "transpose": masks.transposed,
+    "broadcast_in_dim": masks.broadcast,
+    "squeeze": masks.squeezed,
     "reshape": _reshaped,
+    "tanh": _bounded_by_tanh,
 }
