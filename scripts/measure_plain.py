@@ -73,7 +73,7 @@ def of_plain(own: Any, batch: Any, **arguments: Any) -> Any:
 
 
 def _resize(model: Any) -> None:
-    llama.WIDTH, llama.LAYERS, llama.VOCAB = model.hidden_size, model.num_layers, model.vocab_size
+    llama.WIDTH, llama.LAYERS, llama.VOCAB = model.hidden_size, model.num_layers, model.padded_vocab
     llama.HEADS, llama.KV_HEADS = model.num_heads, model.kv_heads
     llama.HEAD_DIM, llama.HIDDEN = model.hidden_size // model.num_heads, model.intermediate_size
 
