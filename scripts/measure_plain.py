@@ -26,7 +26,7 @@ from tests.zoo.parts import cross_entropy
 
 def of_cpu_seconds() -> dict[str, Any]:
     """The largest ratio of CPU seconds in two layouts of eight devices, and all ratios of each."""
-    # With 2 rows the temporaries are 31.7 and 32.3 MiB. Beyond 32 MiB, glibc returns memory to the system after each step.
+    # With 2 rows the temporaries are 31.7 and 32.3 MiB. Beyond 32 MiB, glibc returns memory to the system each step.
     found = {name: measure.in_process(f"measure_plain.ratios({name!r}, rows=3)") for name in ("data", "fsdp")}
     return {"value": max(row["cpu"] for row in found.values()), "layouts": found}
 
