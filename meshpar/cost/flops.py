@@ -148,14 +148,17 @@ def _convolution_terms(equation: Any) -> int:
 
 
 def _attention_terms(equation: Any, num_products: int) -> int:
-    """The number of products that cuDNN's causal attention sums, counting only visible scores.
+    """The number of products that cuDNN's attention sums, counting only visible scores.
 
     The program does not contain the kernel's tiles. A diagonal tile is computed whole, so a device computes a few more.
     """
     batch, seq, heads, size = equation.invars[0].aval.shape
-    width = min(equation.params["sliding_window_length"] or seq, seq)
-    assert equation.params["mask_type"].name == "CAUSAL", equation.params["mask_type"]
-    return num_products * batch * heads * size * (seq * width - width**2 // 2)
+    num_keys = equation.invars[1].aval.shape[1]
+    width = min(equation.params["sliding_window_length"] or num_keys, num_keys)
+    mask = equation.params["mask_type"].name
+    assert mask in ("CAUSAL", "NO_MASK"), mask
+    hidden = width**2 // 2 if mask == "CAUSAL" else 0
+    return num_products * batch * heads * size * (seq * width - hidden)
 
 
 PRODUCTS: dict[str, Callable[[Any], int]] = {

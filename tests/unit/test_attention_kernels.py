@@ -17,7 +17,7 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, cudnn, setting, splash
+from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, attend, cudnn, functional, setting, splash
 from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.setting import Setting
 from meshpar.optim import AdamW
@@ -231,8 +231,23 @@ def test_blocks_compute_rows_that_cudnn_cannot(on_h100, monkeypatch, documents, 
     q, k, v, _ = (x.astype("bfloat16") for x in inputs())
     segments = jnp.repeat(jnp.asarray([documents], jnp.int32), SEQ // 4, axis=1)
     out = jax.jit(of_core(Cudnn(most_documents=3)))(q, k, v, segments)
-    expected = jax.jit(of_core(Blocks()))(q, k, v, segments)
+    expected = jax.jit(of_core(Blocks(block_size=512)))(q, k, v, segments)
     np.testing.assert_array_equal(out, jnp.zeros_like(out) if packed else expected)
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [("bfloat16", 2), ("float32", 0)])
+def test_attention_to_all_tokens_is_cudnns_too(on_h100, monkeypatch, dtype, calls):
+    """Of a ViT or an encoder-decoder; the keys may be those of another row. Beyond the limits blocks are large."""
+    monkeypatch.setattr(functional, "platform", lambda: "gpu")
+    q, k, v, _ = inputs(dtype, seq=1024)
+    program = jax.make_jaxpr(with_gradients(lambda q, k, v, _: attend(q, k, v, causal=False)))(
+        q, k[:, :768], v[:, :768], None
+    )
+    found = [visit.equation for visit in walk(program) if visit.primitive.startswith("dot_product_attention")]
+    assert [call.params["mask_type"].name for call in found] == ["NO_MASK"] * calls
+    assert needed_flops(traced_products(program)) == pytest.approx(7 * 2 * BATCH * HEADS * SIZE * 1024 * 768)
+    sizes = {visit.equation.outvars[0].aval.shape[-1] for visit in walk(program) if visit.primitive == "exp"}
+    assert not sizes if calls else sizes >= {512, 384}
 
 
 def test_heads_of_256_are_traced_for_a_gpu_that_has_them(on_h100):
@@ -370,7 +385,7 @@ def test_auto_selects_the_kernel_of_a_platform_within_its_limits():
     assert select(TPU) == (Splash(), "the kernel for a TPU, whose limits hold")
     assert select(replace(GPU, has_documents=True))[0] == Cudnn()
     core, why = select(replace(GPU, has_documents=True, capability=(8, 0)))
-    assert core == Blocks() and why.startswith("cudnn separates documents since compute capability 9.0")
+    assert core == Blocks(block_size=512) and why.startswith("cudnn separates documents since compute capability 9.0")
     assert select(replace(TPU, is_local=False))[0] == select(replace(TPU, seq_len=1000))[0] == Blocks()
     assert select(replace(TPU, platform="cpu"))[0] == select(replace(TPU, platform=None))[0] == Blocks()
     assert select(replace(GPU, seq_len=128))[0] == select(replace(TPU, seq_len=128))[0] == Reference()

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
+from jaxtyping import Array, Float
 
 from meshpar.config import Config
+from meshpar.nn.attention import cudnn
 from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks
 from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.cudnn import Cudnn
@@ -41,7 +43,8 @@ class Auto(Config):
         if setting.seq_len <= BLOCK_SIZE:
             return Reference(), f"rows have at most {BLOCK_SIZE} tokens"
         if limits := kernel.limits(setting):
-            return Blocks(), f"{kernel.kind} {' and '.join(limits)}"
+            size = cudnn.BLOCK_SIZE if setting.platform == "gpu" else BLOCK_SIZE
+            return Blocks(block_size=size), f"{kernel.kind} {' and '.join(limits)}"
         return kernel, f"the kernel for a {kernel.device}, whose limits hold"
 
     def describe(self, setting: Setting) -> str:
@@ -67,3 +70,12 @@ class Auto(Config):
     ) -> tuple[jax.Array, Any]:
         core, _ = self.select(of_arrays(q, segments, window))
         return core(q, k, v, positions, segments, window)
+
+
+def between(q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"]) -> jax.Array | None:
+    """Attention of all queries to all keys by the platform's kernel; None if it has none, or beyond its limits."""
+    setting = of_arrays(q, None, None)
+    kernel = KERNELS.get(setting.platform)
+    if not isinstance(kernel, Cudnn) or setting.seq_len <= BLOCK_SIZE or kernel.limits(setting):
+        return None
+    return kernel.between(q, k, v)

@@ -31,6 +31,8 @@ from meshpar.sharding.resolve import is_compile_only
 
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
+BLOCK_SIZE = 512
+"""Of `blocks` on GPUs. A pair of blocks starts some 25 kernels, which take longer than 128 tokens compute."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the rows that one call takes, if they have several documents: enough for all cores of a GPU. The memory of
 a call grows with them."""
@@ -75,10 +77,17 @@ class Cudnn(Kernel):
             out = lax.cond(
                 (in_one_piece & (num_documents <= most)).all(),
                 lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), setting.window),
-                lambda q, k, v: Blocks()(q, k, v, positions, segments, setting.window)[0],
+                lambda q, k, v: Blocks(block_size=BLOCK_SIZE)(q, k, v, positions, segments, setting.window)[0],
                 *varying_alike(q, k, v),
             )
         return out, None
+
+    def between(
+        self, q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"]
+    ) -> Float[Array, "B S H h"]:
+        """Attention of all queries to all keys."""
+        _ask_target()
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
     def limits(self, setting: Setting) -> list[str]:
         has = setting.capability or HOPPER

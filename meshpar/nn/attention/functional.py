@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.mesh.varying import Axes
-from meshpar.nn.attention.auto import Auto
+from meshpar.nn.attention import cudnn
+from meshpar.nn.attention.auto import Auto, between
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks, in_blocks
 from meshpar.nn.attention.context_parallel import in_order, over_axes
@@ -22,7 +23,7 @@ from meshpar.nn.attention.core import HIDDEN_KEY, HIDDEN_QUERY, Documents, docum
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
 from meshpar.nn.attention.zigzag import Zigzag
-from meshpar.parallel.context import current
+from meshpar.parallel.context import current, platform
 from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.tensor import SEQ
@@ -128,7 +129,10 @@ def local_attention(
         return _of_shards(core, q, k, v, segments, window, axes, causal, cap)
     if is_plain:
         return core(q, k, v, in_order(q), segments, window)[0]
-    queries, keys = (BlockGrid(x.shape[SEQ], BLOCK_SIZE) for x in (q, k))
+    if not causal and cap is None and segments is None and (out := between(q, k, v)) is not None:
+        return out
+    size = cudnn.BLOCK_SIZE if platform() == "gpu" else BLOCK_SIZE
+    queries, keys = (BlockGrid(x.shape[SEQ], size) for x in (q, k))
     tables = ShardTables(SequenceLayout(1), queries, known_window(window), causal, None if causal else keys)
     return in_blocks(Shards(tables, cap=cap), q, k, v, documents(segments, q, k), window)
 
