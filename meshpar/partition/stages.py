@@ -249,7 +249,7 @@ class _Parts:
         return self.body.run(*shared[:num_fixed], *rows, *x, *own, *captured), Auxiliary({}, {})
 
     def _loss(self, params: Any, x: Any, batch: Batch) -> Totals:
-        sums = self.last.program.run(*self._outer(params, batch), *x)
+        sums = [jnp.asarray(x) for x in self.last.program.run(*self._outer(params, batch), *x)]  # also of a constant
         names = self.staged.metrics
         return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
 

@@ -15,7 +15,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import AxisRules, MeshLayout, training
+from meshpar import AxisRules, MeshLayout, training, verify
 from meshpar.parallel.pipeline import execute
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.partition import StagePartition
@@ -321,15 +321,18 @@ def twice(patch):
 
     def again(self, ctx):
         layers = cut(self, ctx).layers.copy()
-        layers[1, 0, 0] = layers[0, 0, 0]
+        layers[-1, 0, 0] = layers[0, 0, 0]  # nothing, on one stage
         return StagePartition(layers)
 
     patch.setattr(execute.Pipeline, "cut", again)
 
 
 @pytest.mark.parametrize("plant", [None, late, once_a_stage, twice])
-def test_planted_faults_of_stages_are_found(plant, monkeypatch):
+def test_verify_blames_planted_faults_of_stages_on_pipe(plant, monkeypatch):
     """A message a tick late, a gradient of what all stages share counted once a stage, a layer twice."""
     if plant:
         plant(monkeypatch)
-    assert (difference("plain", "1f1b", "pipe2") < 1e-10) == (plant is None)
+    zoo = collecting()
+    made = piped(zoo, get_schedule("1f1b", 2, 4), "data2_tensor2")
+    found = verify(made, [zoo.batch, rows()])
+    assert [row.name for row in found.culprits] == (["pipe=2"] if plant else []), str(found)
