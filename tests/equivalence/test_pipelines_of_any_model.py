@@ -263,6 +263,12 @@ def test_a_users_model_in_stages_is_equal_to_one_device(model, kind, mesh):
     assert difference(model, kind, mesh) < 1e-10
 
 
+def test_blocks_with_recognized_attention_are_equal():
+    """Each block's attention is an operation with functions of its own."""
+    found = piped(MODELS["dit"](), get_schedule("gpipe", 2, 1), "pipe2").described_cut
+    assert found and "2 equal layers, a list" in found
+
+
 @pytest.mark.slow
 def test_a_state_of_random_counts_passes_through_the_microbatches():
     """An NNX model whose dropout draws from counted keys: a step of two microbatches is one of two in turn."""
