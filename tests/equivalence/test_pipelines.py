@@ -234,7 +234,8 @@ def test_planted_a_dropout_key_that_depends_on_the_stage_is_seen(monkeypatch):
 
     def own_count(self, *args, **more):
         init(self, *args, **more)
-        self.indices = self.indices - 4 * self.stage
+        for stack in self.stacks:
+            stack.indices = stack.indices - 4 * self.stage
 
     monkeypatch.setattr(execute._Stage, "__init__", own_count)
     assert difference(run, "tied", 8) > 1e-6

@@ -140,6 +140,55 @@ def alternating() -> Zoo:
     return Zoo("alternating", init, loss, rows(), rules={"unnamed": ()}, draws=True)
 
 
+def translating() -> Zoo:
+    """Two loops over stacks, an encoder and a decoder, whose layers all read what the encoder returns; tied ends."""
+
+    def init(key):
+        keys = jax.random.split(key, 4)
+        layers = [drawn(k, 4, WIDTH, WIDTH) for k in keys[:3]]
+        return {"encoder": layers[0], "decoder": {"w": layers[1], "c": layers[2]}, "ends": drawn(keys[3], WIDTH, WIDTH)}
+
+    def loss(params, batch, key):
+        def encode(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        source = jax.lax.scan(encode, batch["x"] @ params["ends"], params["encoder"])[0]
+        source = source / (1 + jnp.square(source).mean(-1, keepdims=True)) @ params["ends"]
+
+        def decode(x, layer):
+            return x + jnp.tanh(x @ layer["w"] + source @ layer["c"]), None
+
+        x = jax.lax.scan(decode, batch["y"] @ params["ends"], params["decoder"])[0]
+        return jnp.square(x @ params["ends"].T + source - batch["y"]).mean(), {"largest": jnp.abs(source).mean()}
+
+    names = ("layers", "in", "out")
+    dims = {"encoder": names, "decoder.*": names}
+    return Zoo("translating", init, loss, rows(), dims=dims, rules={"unnamed": (), "in": (), "out": ()})
+
+
+def towers() -> Zoo:
+    """Two lists that do not read each other, as CLIP's towers, of other widths; contrasted over all rows."""
+
+    def init(key):
+        keys = iter(jax.random.split(key, 24))
+        image = [{"w": drawn(next(keys), WIDTH, 16), "v": drawn(next(keys), 16, WIDTH)} for _ in range(4)]
+        text = [{"w": drawn(next(keys), 6, 6), "scale": drawn(next(keys), 6)} for _ in range(6)]
+        stems = {"pixels": drawn(next(keys), WIDTH, WIDTH), "tokens": drawn(next(keys), WIDTH, 6)}
+        return {"image": image, "text": text, "head": drawn(next(keys), WIDTH, 6)} | stems
+
+    def loss(params, batch, key):
+        x = batch["x"] @ params["pixels"]
+        for block in params["image"]:
+            x = x + jnp.tanh(x @ block["w"]) @ block["v"]
+        y = batch["y"] @ params["tokens"]
+        for block in params["text"]:
+            y = y + jnp.sin(y @ block["w"]) * block["scale"]
+        logits = (x @ params["head"]) @ y.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
+
+    return Zoo("towers", init, loss, rows(), rules={"unnamed": ()})
+
+
 class Residual(nn.Module):
     """A residual CNN with equal blocks, recomputed in the backward, between a stem and a head."""
 
@@ -172,12 +221,18 @@ def residual() -> Zoo:
     return Zoo("residual", init, loss, images, rules={"unnamed": ()})
 
 
-OWN = {"plain": plain, "collecting": collecting, "alternating": alternating, "residual": residual}
-ONE = {"vit", "lm1b_linen", "gpt2", "dit", "t5", "bert", "convnext"}
-"""Models that draw random numbers or divide by a number of tokens: only a whole batch has one device's loss."""
-WHOLE = {*OWN, "llama", "stacked_nnx"}
+OWN = {
+    "plain": plain, "collecting": collecting, "alternating": alternating, "residual": residual,
+    "translating": translating, "towers": towers,
+}  # fmt: skip
+ONE = {"vit", "lm1b_linen", "gpt2", "dit", "t5", "bert", "convnext", "towers", "gshard", "ragged_mixture"}
+"""Models that draw random numbers, divide by a number of tokens or compare rows: only a whole batch has that loss."""
+WHOLE = {*OWN, "llama", "stacked_nnx"} - {"towers"}
 """Models with layers enough for every schedule and mesh; those of the zoo have two layers."""
-ZOO = ["vit", "mixer", "whisper", "mamba", "gemma", "bert", "gpt2", "lm1b_linen", "dit", "fnet", "t5", "convnext"]
+ZOO = [
+    "vit", "mixer", "whisper", "mamba", "gemma", "bert", "gpt2", "lm1b_linen", "dit", "fnet", "t5", "convnext",
+    "gshard", "ragged_mixture",
+]  # fmt: skip
 
 
 def fits(model: str, kind: str, mesh: str) -> bool:
@@ -187,7 +242,7 @@ def fits(model: str, kind: str, mesh: str) -> bool:
 CASES = [
     (model, kind, mesh)
     for (model, kind), mesh in zip(
-        product([*OWN, "llama", "stacked_nnx", *ZOO], SCHEDULES), [*MESHES][1:7] * 18, strict=True
+        product([*OWN, "llama", "stacked_nnx", *ZOO], SCHEDULES), [*MESHES][1:7] * 22, strict=False
     )
     if fits(model, kind, mesh)
 ]
@@ -195,6 +250,7 @@ SAMPLE = [
     ("llama", "1f1b", "fsdp2_tensor2_sp"),
     ("plain", "zbv", "pipe4"),
     ("alternating", "zb_h1", "pipe2"),
+    ("translating", "zbv", "pipe2"),
     ("llama", "zb_h2", "context2_tensor2"),
 ]
 
@@ -316,7 +372,7 @@ def once_a_stage(patch):
     at_end = execute._Stage._if_end
 
     def everywhere(self, is_end, change, changed, *args):
-        is_first = change.__name__ == "_embedding_gradient"
+        is_first = getattr(change, "__name__", "") == "_embedding_gradient"
         return at_end(self, jnp.ones_like(is_end) if is_first else is_end, change, changed, *args)
 
     patch.setattr(execute._Stage, "_if_end", everywhere)
