@@ -170,8 +170,9 @@ class Training:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
         carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
-        # Attention over shards of a row sends them round a ring, which devices of other stages would wait for.
-        more = () if self.ctx.axes("seq") else (with_attention,)
+        # By default attention over shards of a row sends them round a ring, which would wait for other stages.
+        is_gathered = not self.ctx.axes("seq") or self.ctx.parallel.attention.kind in ("all_gather", "ulysses")
+        more = (with_attention,) if is_gathered else ()
         whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried, *more)
         return StagedLoss(whole, self.ctx, key, product_flops)
 

@@ -273,7 +273,7 @@ def on_one_device(model: str) -> tuple[Zoo, Any, Any]:
     return zoo, jax.device_get(params), reference(zoo, params, zoo.batch, key)
 
 
-def piped(zoo: Zoo, schedule: Any, mesh: str, **more: Any) -> Training:
+def piped(zoo: Zoo, schedule: Any, mesh: str, context: Any = None, **more: Any) -> Training:
     sizes, presets = MESHES[mesh]
     layout = MeshLayout(**sizes)
     named = {name: ("batch", "seq") for name, x in zoo.batch.items() if x.ndim == 2 and x.dtype.kind == "i"}
@@ -288,7 +288,7 @@ def piped(zoo: Zoo, schedule: Any, mesh: str, **more: Any) -> Training:
     return training(
         zoo.init, zoo.loss, optax.sgd(0.1), dict(zoo.batch), mesh=layout.build(jax.devices()[: layout.requested()]),
         rules=AxisRules(preset=presets, **zoo.rules), dims=zoo.dims, batch_dims=named, draws=zoo.draws,
-        compute_dtype=np.dtype("float64"), parallel=Parallel(pipeline=schedule), **more,
+        compute_dtype=np.dtype("float64"), parallel=Parallel(pipeline=schedule, context=context), **more,
     )  # fmt: skip
 
 
@@ -323,6 +323,16 @@ def test_blocks_with_recognized_attention_are_equal():
     """Each block's attention is an operation with functions of its own."""
     found = piped(MODELS["dit"](), get_schedule("gpipe", 2, 1), "pipe2").described_cut
     assert found and "2 equal layers, a list" in found
+
+
+@pytest.mark.parametrize("context", [pytest.param("all_gather", marks=pytest.mark.slow), "ulysses"])
+def test_stages_share_rows_without_a_ring(context):
+    """Attention of shards of a row, inside of stages; `ring` is refused."""
+    zoo, params, one = on_one_device("llama")
+    made = piped(zoo, get_schedule("zb_h1", 2, 4), "context2_tensor2", context=context)
+    assert made.pipeline and "partitioned" in str(made.pipeline.parts.cut.layer)  # pyright: ignore
+    found = first_step(made, params, zoo.batch)
+    assert largest_difference(found.gradients, flatten_with_paths(one.grads)) < 1e-10
 
 
 @pytest.mark.slow
