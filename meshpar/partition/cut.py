@@ -131,7 +131,8 @@ MATTERS = 1 / 8
 
 
 def _stacks(flat: ClosedJaxpr, arguments: Sequence[Argument], num_params: int) -> list[Stack]:
-    return [*scans(flat, [argument.dims for argument in arguments]), *_lists(flat, arguments[:num_params])]
+    dims = [argument.dims for argument in arguments]
+    return [*scans(flat, dims, num_params), *_lists(flat, arguments[:num_params])]
 
 
 def _apart(stacks: Sequence[Stack]) -> list[Stack]:
@@ -224,7 +225,7 @@ _NOTHING = (
     "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters whose first dim is "
     "called layers, and no parameters with numbered paths that are used by equal operations one after the other; apply "
     "the layers by nn.scan(..., metadata_params={nn.PARTITION_NAME: 'layers'}), by nnx.scan, or by jax.lax.scan with "
-    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other"
+    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other; or mark them by meshpar.layers"
 )
 
 

@@ -15,7 +15,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import AxisRules, MeshLayout, training, verify
+from meshpar import AxisRules, MeshLayout, layers, training, verify
 from meshpar.parallel.pipeline import execute
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.partition import StagePartition
@@ -189,6 +189,24 @@ def towers() -> Zoo:
     return Zoo("towers", init, loss, rows(), rules={"unnamed": ()})
 
 
+def marked() -> Zoo:
+    """Blocks without numbers in their paths, whose first one is called otherwise: `meshpar.layers` marks them."""
+    names = ["stem", *"abcdefg"]
+
+    def init(key):
+        keys = jax.random.split(key, 9)
+        return {name: {"w": drawn(k, WIDTH, WIDTH)} for name, k in zip(names, keys, strict=False)} | {
+            "head": drawn(keys[8], WIDTH, WIDTH)
+        }
+
+    def loss(params, batch, key):
+        blocks = [jax.tree.map(lambda w: w.astype(jnp.float64) * 0.5, params[name]) for name in names]
+        x = layers(blocks, batch["x"] @ params["head"], lambda block, x: x + jnp.tanh(x @ block["w"]))
+        return jnp.square(x - batch["y"]).mean()
+
+    return Zoo("marked", init, loss, rows(), rules={"unnamed": ()})
+
+
 class Residual(nn.Module):
     """A residual CNN with equal blocks, recomputed in the backward, between a stem and a head."""
 
@@ -223,7 +241,7 @@ def residual() -> Zoo:
 
 OWN = {
     "plain": plain, "collecting": collecting, "alternating": alternating, "residual": residual,
-    "translating": translating, "towers": towers,
+    "translating": translating, "towers": towers, "marked": marked,
 }  # fmt: skip
 ONE = {"vit", "lm1b_linen", "gpt2", "dit", "t5", "bert", "convnext", "towers", "gshard", "ragged_mixture"}
 """Models that draw random numbers, divide by a number of tokens or compare rows: only a whole batch has that loss."""
@@ -242,7 +260,7 @@ def fits(model: str, kind: str, mesh: str) -> bool:
 CASES = [
     (model, kind, mesh)
     for (model, kind), mesh in zip(
-        product([*OWN, "llama", "stacked_nnx", *ZOO], SCHEDULES), [*MESHES][1:7] * 22, strict=False
+        product([*OWN, "llama", "stacked_nnx", *ZOO], SCHEDULES), [*MESHES][1:7] * 23, strict=False
     )
     if fits(model, kind, mesh)
 ]
@@ -322,6 +340,25 @@ def test_blocks_with_recognized_attention_are_equal():
     """Each block's attention is an operation with functions of its own."""
     found = piped(MODELS["dit"](), get_schedule("gpipe", 2, 1), "pipe2").described_cut
     assert found and "2 equal layers, a list" in found
+
+
+def test_marked_modules_are_cut():
+    """Modules of one structure, under names without numbers."""
+
+    def built(key):
+        linear = [nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key), param_dtype=jnp.float64) for _ in range(4)]
+        return nnx.Dict(one=linear[0], two=linear[1], three=linear[2], four=linear[3])
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: built(jax.random.key(0))))
+
+    def loss(params, batch, key):
+        model = nnx.merge(graph, params)
+        x = layers([model.one, model.two, model.three, model.four], batch["x"], lambda m, x: jnp.tanh(m(x)))
+        return jnp.square(x - batch["y"]).mean()
+
+    zoo = Zoo("modules", lambda key: nnx.state(built(key)), loss, rows(), rules={"unnamed": ()})
+    found = piped(zoo, get_schedule("gpipe", 2, 4), "pipe2").described_cut
+    assert found and "4 equal layers, a list" in found
 
 
 @pytest.mark.parametrize("context", [pytest.param("all_gather", marks=pytest.mark.slow), "ulysses"])
