@@ -19,7 +19,7 @@ from meshpar.partition.stack import Own, Stack, is_literal
 LAYERS = "layers"
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
 _OF_EACH_NUMBER = {"convert_element_type", "copy", "neg", "mul", "add", "sub", "div"}
-"""Operations on a stack that each layer can compute of its own row, if their other operands are single numbers."""
+"""Operations that compute each number of a result alone, so that each layer can compute its own row of a stack."""
 
 
 def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
@@ -28,7 +28,7 @@ def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
     origins = _Origins(flat.jaxpr, range(num_params))
     loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name == "scan"]
     found = [origins.of(v) for eqn in loops for v in eqn.invars[sum(scan_counts(eqn.params)) :]]
-    return {origin.own for origin in found if origin and isinstance(origin.own, int)}
+    return {own for origin in found if origin for own in origin.owns if isinstance(own, int)}
 
 
 def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int) -> Iterator[Stack]:
@@ -46,7 +46,7 @@ def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int) -
         if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
             num_consts, num_carry = scan_counts(eqn.params)
             found = [origins.of(v) for v in eqn.invars[num_consts + num_carry :]]
-            if len({type(origin.own) for origin in found if origin}) == 1:
+            if len({type(own) for origin in found if origin for own in origin.owns}) == 1:
                 yield _stack(number, eqn, found, used)
 
 
@@ -62,7 +62,7 @@ def _stack(number: int, eqn: Any, origins: Sequence[_Origin | None], used: set[A
         consts=tuple(eqn.invars[:num_consts]),
         rows=tuple(rows),
         carry=tuple(eqn.invars[num_consts : num_consts + num_carry]),
-        own=tuple(origin.own for origin in origins if origin),
+        own=tuple(own for origin in origins if origin for own in origin.owns),
         outs=tuple(eqn.outvars[:num_carry]),
         collected=tuple(eqn.outvars[i] for i in kept if i >= num_carry),
     )
@@ -82,7 +82,7 @@ def _body(eqn: Any, origins: Sequence[_Origin | None], kept: Sequence[int]) -> C
         carry = [next(left) for _ in range(num_carry)]
         for i, origin in enumerate(origins):
             if origin:
-                scanned[i] = origin.made(next(left))
+                scanned[i] = origin.made(*(next(left) for _ in origin.owns))
         made = run(*consts, *carry, *(scanned[i] for i in range(len(origins))))
         return [made[i] for i in kept]
 
@@ -90,7 +90,7 @@ def _body(eqn: Any, origins: Sequence[_Origin | None], kept: Sequence[int]) -> C
         return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
     scanned = [struct(v) for v in inner[num_consts + num_carry :]]
-    owned = [origin.row for origin in origins if origin]
+    owned = [row for origin in origins if origin for row in origin.rows]
     before = [struct(v) for v in inner[: num_consts + num_carry]]
     given = [*before[:num_consts], *(scanned[i] for i in rows), *before[num_consts:], *owned]
     return jax.make_jaxpr(body)(*given)
@@ -101,22 +101,13 @@ class _Origin:
     """What a stack is made of, layer by layer.
 
     Args:
-      row: the parameter of one layer.
-      on_each: operations on each of these, before they are stacked.
-      on_rows: operations on the stack, which a layer computes of its row.
+      owns: the parameters, and `rows`, what they are of one layer.
+      made: (*rows) -> the row of the stack.
     """
 
-    own: Own
-    row: jax.ShapeDtypeStruct
-    on_each: tuple[Any, ...] = ()
-    on_rows: tuple[Any, ...] = ()
-
-    def made(self, x: Any) -> Any:
-        for eqn in self.on_each:
-            x = _computed(eqn, x, eqn.params)
-        for eqn in self.on_rows:
-            x = _on_row(eqn, x)
-        return x
+    owns: tuple[Own, ...]
+    rows: tuple[jax.ShapeDtypeStruct, ...]
+    made: Callable[..., Any]
 
 
 class _Origins:
@@ -133,29 +124,93 @@ class _Origins:
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def of(self, v: Any) -> _Origin | None:
-        v, operations = self._followed(v, self.stacked, _is_on_rows)
+        """None for a value of which no layer can compute its row alone."""
+        if is_literal(v):
+            return None
         if v in self.stacked:
-            return _Origin(self.stacked[v], _struct(v.aval.shape[1:], v), (), operations)
+            return _Origin((self.stacked[v],), (_struct(v.aval.shape[1:], v),), lambda x: x)
         eqn = self.producer.get(v)
-        parts = _stacked_parts(eqn, self.producer) if eqn is not None else None
-        found = [self._followed(part, self.single, _is_on_numbers) for part in parts or ()]
+        if eqn is None:
+            return None
+        if (parts := _stacked_parts(eqn, self.producer)) is not None:
+            return self._of_list(parts)
+        params = _params_of_row(eqn)
+        operands = [None if is_literal(u) else self.of(u) for u in eqn.invars] if params is not None else [None]
+        if all(x is None for x in operands):
+            return None
+        if any(x is None and not _is_number(u) for x, u in zip(operands, eqn.invars, strict=True)):
+            return None
+        found = [x for x in operands if x is not None]
+
+        def made(*rows: Any) -> Any:
+            left = iter(rows)
+            given = [
+                _number(u) if x is None else x.made(*(next(left) for _ in x.owns))
+                for x, u in zip(operands, eqn.invars, strict=True)
+            ]
+            return eqn.primitive.bind(*given, **(params or {}))
+
+        return _Origin(tuple(o for x in found for o in x.owns), tuple(r for x in found for r in x.rows), made)
+
+    def _of_list(self, parts: Sequence[Any]) -> _Origin | None:
+        """A stack of parameters of single layers, or of what is made of each of them alone."""
+        found = [self._followed(part) for part in parts]
         if len(found) < 2 or any(x not in self.single for x, _ in found):
             return None
-        (first, each), *others = found
-        if any(x.aval.shape != first.aval.shape or not _are_equal(each, one) for x, one in others):
+        (first, operations), *others = found
+        if any(x.aval.shape != first.aval.shape or not _are_equal(operations, one) for x, one in others):
             return None
-        return _Origin(tuple(self.single[x] for x, _ in found), _struct(first.aval.shape, first), each, operations)
 
-    def _followed(self, v: Any, until: Any, passes: Callable[[Any], bool]) -> tuple[Any, tuple[Any, ...]]:
-        """The first value that is in `until` or not made by an operation of this kind, and the operations after it."""
+        def made(x: Any) -> Any:
+            for eqn in operations:
+                given = (_number(u) if is_literal(u) else x for u in eqn.invars)
+                x = eqn.primitive.bind(*given, **eqn.params)
+            return x
+
+        return _Origin((tuple(self.single[x] for x, _ in found),), (_struct(first.aval.shape, first),), made)
+
+    def _followed(self, v: Any) -> tuple[Any, list[Any]]:
+        """The parameter that a value is made of alone, or any other value, and the operations after it."""
         operations: list[Any] = []
-        while not is_literal(v) and v not in until:
+        while not is_literal(v) and v not in self.single:
             eqn = self.producer.get(v)
-            if eqn is None or not passes(eqn):
+            if eqn is None or not _is_of_one(eqn):
                 break
             operations.insert(0, eqn)
             v = next(u for u in eqn.invars if not is_literal(u))
-        return v, tuple(operations)
+        return v, operations
+
+
+def _params_of_row(eqn: Any) -> dict[str, Any] | None:
+    """The parameters of an operation on stacks for one of their rows; None if rows do not stay apart."""
+    params, name = dict(eqn.params), eqn.primitive.name
+    shapes = [v.aval.shape for v in eqn.invars]
+    if name in _OF_EACH_NUMBER:
+        return params
+    if name == "transpose" and params["permutation"][0] == 0:
+        return params | {"permutation": tuple(place - 1 for place in params["permutation"][1:])}
+    if name == "reshape" and shapes[0][:1] == params["new_sizes"][:1] and params["dimensions"] is None:
+        return params | {"new_sizes": params["new_sizes"][1:]}
+    if name == "broadcast_in_dim" and len(eqn.invars) == 1 and params["broadcast_dimensions"][:1] == (0,):
+        dims = tuple(place - 1 for place in params["broadcast_dimensions"][1:])
+        return params | {"shape": params["shape"][1:], "broadcast_dimensions": dims}
+    if name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        if all(places[:1] == (0,) for places in map(tuple, batch)):
+            numbers = tuple(
+                tuple(tuple(place - 1 for place in places) for places in pair)
+                for pair in (contracted, tuple(places[1:] for places in batch))
+            )
+            return params | {"dimension_numbers": numbers}
+    return None
+
+
+def _is_number(v: Any) -> bool:
+    return is_literal(v) and not v.aval.shape
+
+
+def _number(literal: Any) -> jax.Array:
+    return jnp.asarray(literal.val, literal.aval.dtype)
 
 
 def _struct(shape: tuple[int, ...], v: Any) -> jax.ShapeDtypeStruct:
@@ -190,30 +245,10 @@ def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return texts[0] == texts[1]
 
 
-def _is_on_numbers(eqn: Any) -> bool:
-    """Whether an operation computes each number of one array alone, or only moves them."""
-    return eqn.primitive.name == "transpose" or _is_on_rows(eqn)
-
-
-def _is_on_rows(eqn: Any) -> bool:
-    arrays = [v for v in eqn.invars if not is_literal(v)]
-    if len(arrays) != 1 or any(v.aval.shape for v in eqn.invars if is_literal(v)):
-        return False
-    if eqn.primitive.name == "transpose":
-        return eqn.params["permutation"][0] == 0
-    return eqn.primitive.name in _OF_EACH_NUMBER
-
-
-def _on_row(eqn: Any, x: Any) -> Any:
-    params = dict(eqn.params)
-    if eqn.primitive.name == "transpose":
-        params["permutation"] = tuple(place - 1 for place in params["permutation"][1:])
-    return _computed(eqn, x, params)
-
-
-def _computed(eqn: Any, x: Any, params: Mapping[str, Any]) -> Any:
-    """An operation on one array."""
-    return eqn.primitive.bind(*(jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else x for v in eqn.invars), **params)
+def _is_of_one(eqn: Any) -> bool:
+    """Whether an operation computes each number of one array alone, or transposes it."""
+    is_alone = len([v for v in eqn.invars if not is_literal(v)]) == 1
+    return is_alone and (eqn.primitive.name == "transpose" or eqn.primitive.name in _OF_EACH_NUMBER)
 
 
 def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -21,7 +21,7 @@ from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, LayerStack, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
 from meshpar.partition.cut import Argument, Cut, cut
-from meshpar.partition.layout import Layout
+from meshpar.partition.layout import Layout, count
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
@@ -157,8 +157,8 @@ class StagedLoss:
 
     @property
     def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The whole arrays of a microbatch."""
-        num = self.ctx.num_passes
+        """The whole arrays of a microbatch; of one slice, if slices train alone."""
+        num = self.ctx.num_passes * count(self.ctx.slice_axes, self.ctx.mesh.shape)
 
         def of(spec: ArraySpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((spec.shape[0] // num, *spec.shape[1:]), spec.dtype)
