@@ -32,6 +32,7 @@ from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
 from .interop.flax_model import Import
+from .interop.layers import layers
 from .interop.training import training
 from .launch.elastic import Elastic
 from .mesh.join import join
@@ -215,6 +216,7 @@ __all__ = [
     "infer_dims",
     "inspect",
     "join",
+    "layers",
     "load",
     "loggers",
     "models",

@@ -1,7 +1,7 @@
 """Measures the overhead of meshpar: times of a step, of Python, of imports, compiling and starting, and host memory.
 
-    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|plain|plain2048|long ...]
-        [--layouts NAME ...] [--rounds 9] [--json]
+    python scripts/bench_step.py [step|python|import|compile|start|warm|memory|blocks|plain|plainstages|plain2048
+        |long ...] [--layouts NAME ...] [--rounds 9] [--json]
 
 `step` compares process CPU seconds with two hand-written programs, in each layout of eight simulated devices, and on
 one: the fastest that we can write (`byhand/`), and the usual one (`handwritten.py`, a scan over layers). Ratios compare
@@ -42,6 +42,11 @@ MEASURES = {
         "a plain Flax llama's step over that of kind: llama, eight devices, CPU seconds",
         1.05,
         measure_plain.of_cpu_seconds,
+    ),
+    "plainstages": (
+        "the same in four stages of two devices, 4 microbatches",
+        1.05,
+        measure_plain.of_stages,
     ),
     "plain2048": (
         "the same, temporaries for a row of 2,048 tokens",

@@ -15,11 +15,12 @@ import numpy as np
 import optax
 
 import compare
+import handwritten_pipeline
 import measure
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from meshpar import AxisRules, training
+from meshpar import AxisRules, Parallel, inspect, training
 from tests.zoo import llama
 from tests.zoo.parts import cross_entropy
 
@@ -29,6 +30,12 @@ def of_cpu_seconds() -> dict[str, Any]:
     # With 2 rows the temporaries are 31.7 and 32.3 MiB. Beyond 32 MiB, glibc returns memory to the system each step.
     found = {name: measure.in_process(f"measure_plain.ratios({name!r}, rows=3)") for name in ("data", "fsdp")}
     return {"value": max(row["cpu"] for row in found.values()), "layouts": found}
+
+
+def of_stages() -> dict[str, Any]:
+    """Plain over own in the stages of a pipeline, `pipe=4 data=2`, with 4 microbatches; and both over a GPipe scan."""
+    found = measure.in_process("measure_plain.ratios_of_stages()")
+    return {"value": found["cpu"], **found}
 
 
 def of_temporaries() -> dict[str, Any]:
@@ -57,6 +64,48 @@ def ratios(name: str, num_rounds: int = 9, rows: int = compare.ROWS, seq_len: in
         "wall": measured["wall_s"]["plain"] / measured["wall_s"]["own"],
         "temporaries": temporaries["plain"] / temporaries["own"],
     }
+
+
+def ratios_of_stages(num_rounds: int = 9, num_microbatches: int = 4) -> dict[str, float]:
+    """As `ratios`, in stages; also the CPU seconds of each over those of a hand-written GPipe scan, and bytes sent."""
+    layout = compare.LAYOUTS["pipe_data"]
+    pipeline = {"kind": "1f1b", "num_microbatches": num_microbatches}
+    changes = f"parallel.pipeline={{kind: 1f1b, num_microbatches: {num_microbatches}}}"
+    own = compare.prepared(layout, compare.ROWS * layout.num_devices, changes)
+    whole = {key: np.array(x) for key, x in own.run.data.train(own.run.seed)[0].items()}
+    batch = {key: whole[key] for key in ("tokens", "targets")}
+    rules = AxisRules(preset=[layout.rules])
+    plain = of_plain(own, batch, rules=rules, parallel=Parallel.model_validate({"pipeline": pipeline}))
+    steps = {"plain": plain.compile_step(), "own": own.compile_step()}
+    scan = _gpipe(own, {name: jax.device_put(x, own.batch[name].sharding) for name, x in whole.items()})
+    programs = {"plain": _compiled(plain, batch)[0], "own": _compiled(own, whole)[0], "scan": scan}
+    for program in programs.values():
+        program()
+    cpu = compare.medians(compare.interleaved(programs, num_rounds))["cpu_s"]
+    inspected = {name: inspect(step.compiled, own.mesh) for name, step in steps.items()}
+    sent = {name: sum(one.bytes_per_axis.values()) for name, one in inspected.items()}
+    return {
+        "cpu": cpu["plain"] / cpu["own"],
+        "own over scan": cpu["own"] / cpu["scan"],
+        "plain over scan": cpu["plain"] / cpu["scan"],
+        "sent": sent["plain"] / sent["own"],
+        "flops": inspected["plain"].flops / inspected["own"].flops,
+        "temporaries": inspected["plain"].memory.temporaries / inspected["own"].memory.temporaries,
+    }
+
+
+def _gpipe(own: Any, placed: Any) -> Any:
+    model, rate = own.run.model, own.run.optim.learning_rate(own.run.num_steps)
+    params = handwritten_pipeline.init(model, own.mesh)
+    step, opt_state = handwritten_pipeline.compile_step(
+        model, own.mesh, params, placed, rate, own.run.parallel.pipeline.num_microbatches
+    )
+
+    def one(state: Any) -> tuple[Any, Any]:
+        params, opt_state, loss = step(*state, placed)
+        return (params, opt_state), loss
+
+    return compare.stepping(one, (params, opt_state))
 
 
 def of_plain(own: Any, batch: Any, **arguments: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.strategies import ExpertParallel, FullySharded, TensorParallel
+from meshpar.parallel.strategies import ContextParallel, ExpertParallel, FullySharded, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,20 @@ def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems) -> No
         problems.add("parallel.pipeline", what, "model.manual=false, or parallel.pipeline=null")
     elif ctx.schedule:
         ctx.schedule.check(num_stages, problems)
-        if ctx.parallel.context:
-            what = "stages gather whole rows for attention: in a ring they would wait for devices of other stages"
-            problems.add("parallel.context", what, "no parallel.context, or parallel.pipeline=null")
+        _check_context(ctx.parallel.context, problems)
     elif ctx.manual and num_stages > 1 and not is_local:
         what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
         fix = "parallel.pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline"
         problems.add("parallel.pipeline", what, fix)
+
+
+def _check_context(context: ContextParallel | None, problems: Problems) -> None:
+    """Adds that attention in a stage would permute the shards of a row."""
+    what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
+    if context and context.kind in ("ring", "hybrid"):
+        problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
+    elif context and context.layout == "zigzag":
+        problems.add("parallel.context.layout", what, "parallel.context.layout=auto")
 
 
 def check_partitioned(ctx: ParallelContext, is_local: bool) -> None:

@@ -24,9 +24,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
+from meshpar.partition.op import partitioned_p, whole
 from meshpar.partition.rules.derivatives import traced_halves
 from meshpar.partition.stack import Atom, Row, Stack, is_literal
 
@@ -404,15 +406,23 @@ def _same(a: Any, b: Any) -> bool:
     """Whether two operations differ at most in their operands."""
     if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or a.params.keys() != b.params.keys():
         return False
-    if a.primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # each has functions of its own, which make no text
+    # Each of these has functions of its own, which make no text, so what they compute is compared.
+    if a.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         mine, theirs = (_derivatives(eqn) for eqn in (a, b))
         return all(map(_equal_params, mine, theirs))
+    if a.primitive is partitioned_p:
+        labels, others = ((s.ins, s.outs, s.summed, s.closed) for s in (a.params["signature"], b.params["signature"]))
+        return labels == others and _equal_params(_computed(a), _computed(b))
     return all(_equal_params(a.params[name], b.params[name]) for name in a.params)
 
 
 def _derivatives(eqn: Any) -> tuple[ClosedJaxpr, ...]:
     halves = traced_halves(eqn, [v.aval for v in eqn.invars])
     return halves.primal, halves.forward, halves.backward
+
+
+def _computed(eqn: Any) -> ClosedJaxpr:
+    return jax.make_jaxpr(whole(eqn.params["signature"]))(*(v.aval for v in eqn.invars))
 
 
 def _equal_params(a: Any, b: Any) -> bool:

@@ -3,9 +3,13 @@
 What stands before the layers belongs to the first stage, what stands after them to the last. A value that crosses the
 cut is
 
+- computed where it is read, if the layers do not read what it takes (another tower);
 - computed again where it is read, if it depends on no parameter (a mask, a table of positions, the keys of dropout), or
   if it takes no matrix product and no loop (an embedding, a cast);
 - sent along else, as a part of what layers pass to each other. Its gradient returns the same way, and is counted once.
+
+What stands after one stack may have another, as a decoder follows an encoder, and is cut again. What stands between two
+stacks is computed by the stage where the second begins.
 
 What each layer returns beside, such as its share of an auxiliary loss, is collected in an array that is sent along too.
 
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,11 +46,12 @@ class Cut:
       own: the layers' parameters.
       data: the arguments of the loss that are no parameters.
       outer: the arguments without those of `own`.
-      first: (*outer) -> the message that the first layer gets.
+      first: (*outer) -> the message that the first layer gets; of a later stack (*outer, *message of the one before).
       shared: (*data) -> values that every layer reads, then `num_rows` arrays of which it reads its row.
       layer: (*shared, *message, *its own) -> message.
       last: (*outer, *message) -> results of the loss, without the carried state.
       state: (*key, *carried state) -> the next carried state.
+      then: the cut of `last` at the next stack.
     """
 
     num_layers: int
@@ -59,6 +64,17 @@ class Cut:
     layer: ClosedJaxpr
     last: ClosedJaxpr
     state: ClosedJaxpr
+    then: Cut | None = None
+
+    @property
+    def stacks(self) -> tuple[Cut, ...]:
+        """This cut and those that follow."""
+        return (self, *(self.then.stacks if self.then else ()))
+
+    @property
+    def end(self) -> ClosedJaxpr:
+        """What stands after all stacks."""
+        return self.stacks[-1].last
 
     @property
     def is_stacked(self) -> bool:
@@ -91,27 +107,125 @@ def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num
       ShardingError: it has no stack of layers, or a value cannot cross the cut.
     """
     flat = sunk(flattened(closed), num_params, num_batch)
-    stacks = [*scans(flat, [argument.dims for argument in arguments]), *_lists(flat, arguments[:num_params])]
+    stacks = _stacks(flat, arguments, num_params)
     if not stacks:
         raise ShardingError(_NOTHING)
 
     def size(stack: Stack) -> int:
         return sum(math.prod(arguments[i].aval.shape) for i in _arguments(stack.own))
 
+    by_size = sorted(stacks, key=size, reverse=True)
+    several = _apart([stack for stack in by_size if size(stack) >= MATTERS * size(by_size[0])])
     errors = []
-    for stack in sorted(stacks, key=size, reverse=True):
+    for tried in [*([several] if len(several) > 1 else []), *([stack] for stack in by_size)]:
         try:
-            return _Cutter(flat, stack, arguments, num_params, num_batch, num_carried).cut()
+            found = _chain(flat, [_arguments(s.own) for s in tried], arguments, num_params, num_batch, num_carried)
+            return _without_others(found, arguments)
         except ShardingError as error:
             errors.append(error)
-    raise errors[0]
+    raise errors[-len(by_size)]
 
 
+MATTERS = 1 / 8
+"""The parameters of a further stack that is cut, of those of the largest. A smaller one belongs to an end."""
+
+
+def _stacks(flat: ClosedJaxpr, arguments: Sequence[Argument], num_params: int) -> list[Stack]:
+    dims = [argument.dims for argument in arguments]
+    return [*scans(flat, dims, num_params), *_lists(flat, arguments[:num_params])]
+
+
+def _apart(stacks: Sequence[Stack]) -> list[Stack]:
+    """Those stacks that share no operation and no parameter with one before them, in the order of the program."""
+    kept: list[Stack] = []
+    for one in stacks:
+        apart = all(one.stop <= x.start or x.stop <= one.start for x in kept)
+        if apart and not any({*_arguments(one.own)} & {*_arguments(x.own)} for x in kept):
+            kept.append(one)
+    return sorted(kept, key=lambda stack: stack.start)
+
+
+def _chain(
+    flat: ClosedJaxpr,
+    owns: Sequence[tuple[int, ...]],
+    arguments: Sequence[Argument],
+    num_params: int,
+    num_batch: int,
+    num_carried: int,
+    num_given: int = 0,
+) -> Cut:
+    """Cuts at the stack with the first parameters of `owns`, and what stands after it at that with the next ones.
+
+    Args:
+      num_given: how many of the last arguments are the message of the stack before.
+    """
+    stack = next((s for s in _stacks(flat, arguments, num_params) if {*_arguments(s.own)} == {*owns[0]}), None)
+    if stack is None:
+        raise ShardingError("what stands after a stack of layers has no longer the next one")
+    found = _Cutter(flat, stack, arguments, num_params, num_batch, num_carried, num_given).cut()
+    if len(owns) == 1:
+        return found
+    message = [Argument("a message", v.aval) for v in found.last.jaxpr.invars[len(found.outer) :]]
+    place = {i: n for n, i in enumerate(found.outer)}
+    rest = _chain(
+        found.last,
+        [tuple(place[i] for i in own) for own in owns[1:]],
+        [*(arguments[i] for i in found.outer), *message],
+        num_params - len(found.of_layers),
+        num_batch,
+        0,
+        len(message),
+    )
+    return replace(found, then=_renumbered(rest, found.outer))
+
+
+def _renumbered(cut: Cut, numbers: Sequence[int]) -> Cut:
+    """The cut with the arguments' numbers in a program of more arguments."""
+
+    def new(own: Own) -> Own:
+        return tuple(numbers[i] for i in own) if isinstance(own, tuple) else numbers[own]
+
+    return replace(
+        cut,
+        own=tuple(map(new, cut.own)),
+        data=tuple(numbers[i] for i in cut.data),
+        outer=tuple(numbers[i] for i in cut.outer),
+        then=_renumbered(cut.then, numbers) if cut.then else None,
+    )
+
+
+def _without_others(cut: Cut, arguments: Sequence[Argument]) -> Cut:
+    """The cut whose ends do not take the parameters of any stack's layers."""
+    of_layers = {i for one in cut.stacks for i in one.of_layers}
+
+    def trimmed(one: Cut, closed: ClosedJaxpr) -> ClosedJaxpr:
+        jaxpr = closed.jaxpr
+        dropped = {v: i for v, i in zip(jaxpr.invars, one.outer, strict=False) if i in of_layers}
+        for eqn in jaxpr.eqns:
+            for v in eqn.invars:
+                if _is_in(v, {*dropped}):
+                    raise ShardingError(f"{Source.of(eqn).line}: {arguments[dropped[v]].name}: {_OF_ALL_LAYERS}")
+        return closed.replace(jaxpr=jaxpr.replace(invars=[v for v in jaxpr.invars if v not in dropped]))
+
+    def of(one: Cut) -> Cut:
+        last = one.last if one.then else trimmed(one, one.last)
+        outer = tuple(i for i in one.outer if i not in of_layers)
+        return replace(
+            one, first=trimmed(one, one.first), last=last, outer=outer, then=of(one.then) if one.then else None
+        )
+
+    return of(cut)
+
+
+_OF_ALL_LAYERS = (
+    "a pipeline cannot cut the model here: only the stage that stores a layer has its parameters, and this reads those "
+    "of all layers; leave it out, or let the optimizer do it, as weight decay does"
+)
 _NOTHING = (
     "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters whose first dim is "
     "called layers, and no parameters with numbered paths that are used by equal operations one after the other; apply "
     "the layers by nn.scan(..., metadata_params={nn.PARTITION_NAME: 'layers'}), by nnx.scan, or by jax.lax.scan with "
-    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other"
+    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other; or mark them by meshpar.layers"
 )
 
 
@@ -152,6 +266,7 @@ class _Cutter:
     num_params: int
     num_batch: int
     num_carried: int
+    num_given: int = 0
     producer: dict[Var, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,12 +276,14 @@ class _Cutter:
         num_sums = len(results) - self.num_carried
         self.results, self.carried = results[:num_sums], results[num_sums:]
         self.place = {v: i for i, v in enumerate(invars)}
-        self.data = tuple(range(self.num_params, len(invars)))
+        num_others = len(invars) - self.num_given
+        self.data = tuple(range(self.num_params, num_others))
+        self.given = {*invars[num_others:]}
         self.of_layers = {invars[i] for i in _arguments(self.stack.own)}
-        self.outer = tuple(i for i, v in enumerate(invars) if v not in self.of_layers)
-        self.of_params = self._reached(invars[: self.num_params])
-        inside = self.flat.jaxpr.eqns[self.stack.start : self.stack.stop]
-        self.late = self._reached([v for eqn in inside for v in eqn.outvars if v in self.of_params])
+        self.outer = tuple(i for i, v in enumerate(invars[:num_others]) if v not in self.of_layers)
+        self.entering = (*self.outer, *range(num_others, len(invars)))
+        self.of_given = self._reached(self.given)
+        self.of_params = self._reached(invars[: self.num_params]) | self.of_given
 
     def cut(self) -> Cut:
         self._check_rows()
@@ -190,12 +307,12 @@ class _Cutter:
     # The parts -----------------------------------------------------------------------------------------------------
 
     def _first(self, crossing: _Crossing) -> ClosedJaxpr:
-        start = jaxpr_as_fun(self._program(self._sent_first(crossing), self._invars(self.outer)))
+        start = jaxpr_as_fun(self._program(self._sent_first(crossing), self._invars(self.entering)))
 
         def first(*arguments: Any) -> list[Any]:
             return [*start(*arguments), *(jnp.zeros(x.shape, x.dtype) for x in crossing.collected)]
 
-        return _traced(first, _structs(self._invars(self.outer)))
+        return _traced(first, _structs(self._invars(self.entering)))
 
     def _shared(self, crossing: _Crossing) -> ClosedJaxpr:
         rows = [v for row in self.stack.rows for v in each(row)]
@@ -282,28 +399,28 @@ class _Cutter:
 
     def _after(self) -> tuple[list[int], set[int], list[Var]]:
         """The operations of the last stage; those of the first that it repeats; and values that are sent to it."""
-        eqns = self.flat.jaxpr.eqns
-        results = self.results
-        after = [
-            i
-            for i in self._needed(results)
-            if i >= self.stack.stop and any(_is_in(v, self.late) for v in eqns[i].invars)
-        ]
-        read = dict.fromkeys(
-            v
-            for atoms in (*(eqns[i].invars for i in sorted(after)), results)
-            for v in atoms
-            if not is_literal(v) and v not in self.late and v in self.producer
-        )
+        eqns, stack = self.flat.jaxpr.eqns, self.stack
+        before = self._needed([*stack.carry, *stack.consts, *(v for row in stack.rows for v in each(row))])
+        after: set[int] = set()
+        read: dict[Var, int] = {}
+        todo = [v for v in self.results if not is_literal(v)]
+        while todo:
+            v = todo.pop()
+            number = self.producer.get(v, -1)
+            if v in self.given or number in before:
+                read[v] = number
+            elif number >= 0 and not stack.start <= number < stack.stop and number not in after:
+                after.add(number)
+                todo += [u for u in eqns[number].invars if not is_literal(u)]
         again: set[int] = set()
         sent = []
-        for v in read:
+        for v in sorted(read, key=lambda v: read[v]):
             needed = self._needed([v])
-            if v in self.of_params and any(_is_dear(eqns[i]) for i in needed):
+            if v in self.of_given or (v in self.of_params and any(_is_dear(eqns[i]) for i in needed)):
                 sent.append(v)
             else:
                 again |= needed
-        return after, again, sent
+        return sorted(after), again, sent
 
     def _reached(self, start: Iterable[Var]) -> set[Var]:
         """The values that depend on any of these, and these."""
@@ -369,12 +486,11 @@ class _Cutter:
         for number in sorted(numbers):
             for v in self.flat.jaxpr.eqns[number].invars:
                 if _is_in(v, self.of_layers):
-                    what = "only the stage that stores a layer has its parameters, and this reads those of all layers"
-                    self._refuse(v, what, "leave it out, or let the optimizer do it, as weight decay does", number)
+                    at = Source.of(self.flat.jaxpr.eqns[number]).line
+                    raise ShardingError(f"{at}: {self.arguments[self.place[v]].name}: {_OF_ALL_LAYERS}")
 
-    def _refuse(self, v: Any, what: str, fix: str, number: int | None = None) -> None:
-        if number is None:
-            number = self.stack.start if is_literal(v) else self.producer.get(v)
+    def _refuse(self, v: Any, what: str, fix: str) -> None:
+        number = self.stack.start if is_literal(v) else self.producer.get(v)
         at = Source.of(self.flat.jaxpr.eqns[number]).line if number is not None else "the loss"
         is_argument = not is_literal(v) and v in self.place
         name = self.arguments[self.place[v]].name if is_argument else v.aval.str_short(short_dtypes=True)

@@ -24,17 +24,18 @@ def apply(signature: Signature, *arrays: Any) -> list[Any]:
     return partitioned_p.bind(*arrays, signature=signature)
 
 
-def _whole(signature: Signature) -> Callable[..., list[Any]]:
+def whole(signature: Signature) -> Callable[..., list[Any]]:
+    """What an operation computes of whole arrays."""
     return lambda *arrays: list(signature.compute(Call({}, (), {}), *arrays))
 
 
 def _abstract(*avals: Any, signature: Signature) -> list[Any]:
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    return [core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(_whole(signature), *structs)]
+    return [core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(whole(signature), *structs)]
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, signature: Signature) -> Any:
-    return jax.jvp(_whole(signature), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    return jax.jvp(whole(signature), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _batched(arrays: Sequence[Any], dims: Sequence[Any], *, signature: Signature) -> Any:
@@ -59,11 +60,11 @@ def _batched(arrays: Sequence[Any], dims: Sequence[Any], *, signature: Signature
     return apply(batched, *moved), [0] * len(outs)
 
 
-partitioned_p.def_impl(lambda *arrays, signature: _whole(signature)(*arrays))
+partitioned_p.def_impl(lambda *arrays, signature: whole(signature)(*arrays))
 partitioned_p.def_abstract_eval(_abstract)
 mlir.register_lowering(
     partitioned_p,
-    mlir.lower_fun(lambda *arrays, signature: _whole(signature)(*arrays), multiple_results=True),
+    mlir.lower_fun(lambda *arrays, signature: whole(signature)(*arrays), multiple_results=True),
 )
 ad.primitive_jvps[partitioned_p] = _jvp
 batching.primitive_batchers[partitioned_p] = _batched

@@ -1,8 +1,12 @@
-"""Finds loops over stacked parameters in a traced loss: Linen's `nn.scan`, `nnx.scan`, `jax.lax.scan`."""
+"""Finds loops over stacked parameters in a traced loss: Linen's `nn.scan`, `nnx.scan`, `jax.lax.scan`.
+
+The parameters may be stacked by the loss itself, as `meshpar.layers` does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,12 +14,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from meshpar.partition.rules.loops import scan_counts
-from meshpar.partition.stack import Stack, is_literal
+from meshpar.partition.stack import Own, Stack, is_literal
 
 LAYERS = "layers"
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
 _OF_EACH_NUMBER = {"convert_element_type", "copy", "neg", "mul", "add", "sub", "div"}
-"""Operations on a stack that each layer can compute of its own row, if their other operands are single numbers."""
+"""Operations that compute each number of a result alone, so that each layer can compute its own row of a stack."""
 
 
 def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
@@ -24,28 +28,29 @@ def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
     origins = _Origins(flat.jaxpr, range(num_params))
     loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name == "scan"]
     found = [origins.of(v) for eqn in loops for v in eqn.invars[sum(scan_counts(eqn.params)) :]]
-    return {origin[0] for origin in found if origin}
+    return {own for origin in found if origin for own in origin.owns if isinstance(own, int)}
 
 
-def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]]) -> Iterator[Stack]:
-    """Each loop over parameters that are stacked in their first dim, `layers`.
+def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int) -> Iterator[Stack]:
+    """Each loop over parameters that are stacked in their first dim, `layers`, or that the loss stacks.
 
     Args:
       flat: a loss, after `flattened`.
-      dims: of each of its arguments.
+      dims: of each of its arguments, the first of which are the parameters.
     """
-    origins = _Origins(flat.jaxpr, [i for i, names in enumerate(dims) if names[:1] == (LAYERS,)])
+    stacked = [i for i, names in enumerate(dims) if names[:1] == (LAYERS,)]
+    origins = _Origins(flat.jaxpr, stacked, range(num_params))
     used = {v for eqn in flat.jaxpr.eqns for v in eqn.invars if not is_literal(v)}
     used |= {v for v in flat.jaxpr.outvars if not is_literal(v)}
     for number, eqn in enumerate(flat.jaxpr.eqns):
         if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
             num_consts, num_carry = scan_counts(eqn.params)
             found = [origins.of(v) for v in eqn.invars[num_consts + num_carry :]]
-            if any(found):
+            if len({type(own) for origin in found if origin for own in origin.owns}) == 1:
                 yield _stack(number, eqn, found, used)
 
 
-def _stack(number: int, eqn: Any, origins: Sequence[tuple[int, list[Any]] | None], used: set[Any]) -> Stack:
+def _stack(number: int, eqn: Any, origins: Sequence[_Origin | None], used: set[Any]) -> Stack:
     num_consts, num_carry = scan_counts(eqn.params)
     rows = [v for v, own in zip(eqn.invars[num_consts + num_carry :], origins, strict=True) if own is None]
     kept = [i for i, v in enumerate(eqn.outvars) if i < num_carry or v in used]
@@ -57,13 +62,13 @@ def _stack(number: int, eqn: Any, origins: Sequence[tuple[int, list[Any]] | None
         consts=tuple(eqn.invars[:num_consts]),
         rows=tuple(rows),
         carry=tuple(eqn.invars[num_consts : num_consts + num_carry]),
-        own=tuple(own[0] for own in origins if own),
+        own=tuple(own for origin in origins if origin for own in origin.owns),
         outs=tuple(eqn.outvars[:num_carry]),
         collected=tuple(eqn.outvars[i] for i in kept if i >= num_carry),
     )
 
 
-def _body(eqn: Any, origins: Sequence[tuple[int, list[Any]] | None], kept: Sequence[int]) -> ClosedJaxpr:
+def _body(eqn: Any, origins: Sequence[_Origin | None], kept: Sequence[int]) -> ClosedJaxpr:
     """The body of a loop, with the order of arguments of `Stack.body`; it begins with what is made of its own rows."""
     num_consts, num_carry = scan_counts(eqn.params)
     run = jaxpr_as_fun(eqn.params["jaxpr"])
@@ -75,12 +80,9 @@ def _body(eqn: Any, origins: Sequence[tuple[int, list[Any]] | None], kept: Seque
         consts = [next(left) for _ in range(num_consts)]
         scanned = {i: next(left) for i in rows}
         carry = [next(left) for _ in range(num_carry)]
-        for i, own in enumerate(origins):
-            if own:
-                x = next(left)
-                for operation in own[1]:
-                    x = _on_row(operation, x)
-                scanned[i] = x
+        for i, origin in enumerate(origins):
+            if origin:
+                scanned[i] = origin.made(*(next(left) for _ in origin.owns))
         made = run(*consts, *carry, *(scanned[i] for i in range(len(origins))))
         return [made[i] for i in kept]
 
@@ -88,48 +90,165 @@ def _body(eqn: Any, origins: Sequence[tuple[int, list[Any]] | None], kept: Seque
         return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
     scanned = [struct(v) for v in inner[num_consts + num_carry :]]
-    owned = []
-    for x, own in zip(scanned, origins, strict=True):
-        first = next((struct(v) for v in own[1][0].invars if not is_literal(v)), None) if own and own[1] else None
-        owned += [jax.ShapeDtypeStruct(first.shape[1:], first.dtype) if first else x] if own else []
+    owned = [row for origin in origins if origin for row in origin.rows]
     before = [struct(v) for v in inner[: num_consts + num_carry]]
     given = [*before[:num_consts], *(scanned[i] for i in rows), *before[num_consts:], *owned]
     return jax.make_jaxpr(body)(*given)
 
 
-class _Origins:
-    """What the values of a program are made of, number by number and row by row, among some of its arguments."""
+@dataclass(frozen=True)
+class _Origin:
+    """What a stack is made of, layer by layer.
 
-    def __init__(self, jaxpr: Jaxpr, places: Sequence[int]) -> None:
-        self.place = {jaxpr.invars[i]: i for i in places}
+    Args:
+      owns: the parameters, and `rows`, what they are of one layer.
+      made: (*rows) -> the row of the stack.
+    """
+
+    owns: tuple[Own, ...]
+    rows: tuple[jax.ShapeDtypeStruct, ...]
+    made: Callable[..., Any]
+
+
+class _Origins:
+    """What the values of a program are made of, layer by layer.
+
+    Args:
+      stacked: the arguments that have a row for each layer.
+      single: those that can be of one layer.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, stacked: Iterable[int], single: Iterable[int] = ()) -> None:
+        self.stacked = {jaxpr.invars[i]: i for i in stacked}
+        self.single = {jaxpr.invars[i]: i for i in single}
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
-    def of(self, v: Any) -> tuple[int, list[Any]] | None:
-        """The argument that a value is made of, and the operations from it to the value."""
+    def of(self, v: Any) -> _Origin | None:
+        """None for a value of which no layer can compute its row alone."""
+        if is_literal(v):
+            return None
+        if v in self.stacked:
+            return _Origin((self.stacked[v],), (_struct(v.aval.shape[1:], v),), lambda x: x)
+        eqn = self.producer.get(v)
+        if eqn is None:
+            return None
+        if (parts := _stacked_parts(eqn, self.producer)) is not None:
+            return self._of_list(parts)
+        params = _params_of_row(eqn)
+        operands = [None if is_literal(u) else self.of(u) for u in eqn.invars] if params is not None else [None]
+        if all(x is None for x in operands):
+            return None
+        if any(x is None and not _is_number(u) for x, u in zip(operands, eqn.invars, strict=True)):
+            return None
+        found = [x for x in operands if x is not None]
+
+        def made(*rows: Any) -> Any:
+            left = iter(rows)
+            given = [
+                _number(u) if x is None else x.made(*(next(left) for _ in x.owns))
+                for x, u in zip(operands, eqn.invars, strict=True)
+            ]
+            return eqn.primitive.bind(*given, **(params or {}))
+
+        return _Origin(tuple(o for x in found for o in x.owns), tuple(r for x in found for r in x.rows), made)
+
+    def _of_list(self, parts: Sequence[Any]) -> _Origin | None:
+        """A stack of parameters of single layers, or of what is made of each of them alone."""
+        found = [self._followed(part) for part in parts]
+        if len(found) < 2 or any(x not in self.single for x, _ in found):
+            return None
+        (first, operations), *others = found
+        if any(x.aval.shape != first.aval.shape or not _are_equal(operations, one) for x, one in others):
+            return None
+
+        def made(x: Any) -> Any:
+            for eqn in operations:
+                given = (_number(u) if is_literal(u) else x for u in eqn.invars)
+                x = eqn.primitive.bind(*given, **eqn.params)
+            return x
+
+        return _Origin((tuple(self.single[x] for x, _ in found),), (_struct(first.aval.shape, first),), made)
+
+    def _followed(self, v: Any) -> tuple[Any, list[Any]]:
+        """The parameter that a value is made of alone, or any other value, and the operations after it."""
         operations: list[Any] = []
-        while not is_literal(v) and v not in self.place:
+        while not is_literal(v) and v not in self.single:
             eqn = self.producer.get(v)
-            if eqn is None or not _is_on_rows(eqn):
-                return None
+            if eqn is None or not _is_of_one(eqn):
+                break
             operations.insert(0, eqn)
             v = next(u for u in eqn.invars if not is_literal(u))
-        return None if is_literal(v) else (self.place[v], operations)
+        return v, operations
 
 
-def _is_on_rows(eqn: Any) -> bool:
-    arrays = [v for v in eqn.invars if not is_literal(v)]
-    if len(arrays) != 1 or any(v.aval.shape for v in eqn.invars if is_literal(v)):
+def _params_of_row(eqn: Any) -> dict[str, Any] | None:
+    """The parameters of an operation on stacks for one of their rows; None if rows do not stay apart."""
+    params, name = dict(eqn.params), eqn.primitive.name
+    shapes = [v.aval.shape for v in eqn.invars]
+    if name in _OF_EACH_NUMBER:
+        return params
+    if name == "transpose" and params["permutation"][0] == 0:
+        return params | {"permutation": tuple(place - 1 for place in params["permutation"][1:])}
+    if name == "reshape" and shapes[0][:1] == params["new_sizes"][:1] and params["dimensions"] is None:
+        return params | {"new_sizes": params["new_sizes"][1:]}
+    if name == "broadcast_in_dim" and len(eqn.invars) == 1 and params["broadcast_dimensions"][:1] == (0,):
+        dims = tuple(place - 1 for place in params["broadcast_dimensions"][1:])
+        return params | {"shape": params["shape"][1:], "broadcast_dimensions": dims}
+    if name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        if all(places[:1] == (0,) for places in map(tuple, batch)):
+            numbers = tuple(
+                tuple(tuple(place - 1 for place in places) for places in pair)
+                for pair in (contracted, tuple(places[1:] for places in batch))
+            )
+            return params | {"dimension_numbers": numbers}
+    return None
+
+
+def _is_number(v: Any) -> bool:
+    return is_literal(v) and not v.aval.shape
+
+
+def _number(literal: Any) -> jax.Array:
+    return jnp.asarray(literal.val, literal.aval.dtype)
+
+
+def _struct(shape: tuple[int, ...], v: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, v.aval.dtype)
+
+
+def _stacked_parts(eqn: Any, producer: Mapping[Var, Any]) -> list[Any] | None:
+    """The arrays that an operation stacks in a new first dim."""
+    if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
+        return list(eqn.invars)
+    if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
+        return None
+    rows = [producer.get(v) for v in eqn.invars if not is_literal(v)]
+    if len(rows) < len(eqn.invars) or any(row is None or not _adds_a_dim(row) for row in rows):
+        return None
+    return [row.invars[0] for row in rows if row is not None]
+
+
+def _adds_a_dim(eqn: Any) -> bool:
+    """Whether an operation makes the row of a stack of one array."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "reshape") or is_literal(eqn.invars[0]):
         return False
-    if eqn.primitive.name == "transpose":
-        return eqn.params["permutation"][0] == 0
-    return eqn.primitive.name in _OF_EACH_NUMBER
+    return eqn.outvars[0].aval.shape == (1, *eqn.invars[0].aval.shape)
 
 
-def _on_row(eqn: Any, x: Any) -> Any:
-    params = dict(eqn.params)
-    if eqn.primitive.name == "transpose":
-        params["permutation"] = tuple(place - 1 for place in params["permutation"][1:])
-    return eqn.primitive.bind(*(jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else x for v in eqn.invars), **params)
+def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether operations on two arrays are the same."""
+    texts = [
+        [(eqn.primitive, str(eqn.params), [str(v) for v in eqn.invars if is_literal(v)]) for eqn in eqns]
+        for eqns in (some, others)
+    ]
+    return texts[0] == texts[1]
+
+
+def _is_of_one(eqn: Any) -> bool:
+    """Whether an operation computes each number of one array alone, or transposes it."""
+    is_alone = len([v for v in eqn.invars if not is_literal(v)]) == 1
+    return is_alone and (eqn.primitive.name == "transpose" or eqn.primitive.name in _OF_EACH_NUMBER)
 
 
 def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:

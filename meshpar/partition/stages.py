@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,14 +13,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from meshpar.mesh.varying import varying
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
-from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, PipelineModel, Totals
+from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, LayerStack, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
 from meshpar.partition.cut import Argument, Cut, cut
-from meshpar.partition.layout import Layout
+from meshpar.partition.layout import Layout, count
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
@@ -35,7 +36,7 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class StagedLoss:
-    """A loss of whole arrays, cut at its stack of layers. It is a `parallel.pipeline.model.Stages`.
+    """A loss of whole arrays, cut at its stacks of layers. It is a `parallel.pipeline.model.Stages`.
 
     Args:
       ctx: the context of the training.
@@ -90,16 +91,20 @@ class StagedLoss:
     def head(self) -> float:
         """The cost of what follows the layers, in layers."""
         layer = self.cost(self.cut.layer)
-        return float(self.cost(self.cut.last) / layer) if layer else 0.0
+        return float(self.cost(self.cut.end) / layer) if layer else 0.0
 
     @property
-    def params_of_a_layer(self) -> int:
-        """The number of parameters of a layer."""
+    def params_of_a_layer(self) -> list[int]:
+        """The number of parameters of a layer of each stack."""
         specs = jax.tree.leaves(self.loss.params)
-        return sum(specs[i].size for i in self.cut.of_layers) // self.cut.num_layers
+        return [sum(specs[i].size for i in one.of_layers) // one.num_layers for one in self.cut.stacks]
 
     def layer_counts(self) -> LayerCounts:
-        return LayerCounts(self.cut.num_layers, self.cut.num_layers, self.head, self.cut.is_stacked)
+        first, *others = self.cut.stacks
+        then = tuple(LayerCounts(one.num_layers, one.num_layers, 0.0, one.is_stacked) for one in others)
+        unit = float(self.cost(first.layer))
+        costs = tuple(float(self.cost(one.layer)) / unit if unit else 1.0 for one in others)
+        return LayerCounts(first.num_layers, first.num_layers, self.head, first.is_stacked, then, costs)
 
     def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
         """As in `Stages`. The state depends on no batch, so it is known before the microbatches are."""
@@ -126,14 +131,18 @@ class StagedLoss:
 
     def divided(self, params: Any) -> dict[str, Any]:
         leaves = jax.tree.leaves(params, is_leaf=is_masked)
-        of_layers = self.cut.of_layers
-        stacked = {_name(own): _stacked([leaves[i] for i in _each(own)], own) for own in self.cut.own}
-        return {LAYERS: stacked} | {str(i): x for i, x in enumerate(leaves) if i not in of_layers}
+        stacks = self.cut.stacks
+        of_layers = {i for one in stacks for i in one.of_layers}
+        stacked = {
+            _key(number): {_name(own): _stacked([leaves[i] for i in _each(own)], own) for own in one.own}
+            for number, one in enumerate(stacks)
+        }
+        return stacked | {str(i): x for i, x in enumerate(leaves) if i not in of_layers}
 
     def joined(self, divided: dict[str, Any]) -> Any:
         leaves = dict(divided)
-        for own in self.cut.own:
-            x = divided[LAYERS][_name(own)]
+        for number, own in ((number, own) for number, one in enumerate(self.cut.stacks) for own in one.own):
+            x = divided[_key(number)][_name(own)]
             leaves |= {str(i): x if is_masked(x) or isinstance(own, int) else x[m] for m, i in enumerate(_each(own))}
         tree = jax.tree.structure(self.loss.params)
         return jax.tree.unflatten(tree, [leaves[str(i)] for i in range(tree.num_leaves)])
@@ -148,8 +157,8 @@ class StagedLoss:
 
     @property
     def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The whole arrays of a microbatch."""
-        num = self.ctx.num_passes
+        """The whole arrays of a microbatch; of one slice, if slices train alone."""
+        num = self.ctx.num_passes * count(self.ctx.slice_axes, self.ctx.mesh.shape)
 
         def of(spec: ArraySpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((spec.shape[0] // num, *spec.shape[1:]), spec.dtype)
@@ -167,8 +176,52 @@ class StagedLoss:
         return jax.tree.map(param, self.loss.params), self._batch, self.key, jax.tree.map(_struct, self.loss.carried)
 
 
+class _StackPlan:
+    """The plan of a stack.
+
+    Args:
+      entry: the scope of what stands before it, and `starts`, the message that this makes.
+    """
+
+    def __init__(self, cut: Cut, ctx: ParallelContext, layouts: Sequence[Layout], entry: Scope, starts: Any) -> None:
+        self.cut = cut
+        self.entry = entry
+        self.shared = Scope(ctx, RULES)
+        # A message differs between devices with different rows, and between stages.
+        varies = frozenset(ctx.gradient_axes + ctx.slice_axes)
+        carried = [carried_layout(entry, node) for node in starts]
+        carried = [replace(x, varies=x.varies | varies) for x in carried]
+        data = [layouts[i] for i in cut.data]
+        own = [_row(layouts[own]) if isinstance(own, int) else layouts[own[0]] for own in cut.own]
+        nodes = self.shared.plan(cut.shared.jaxpr, cut.shared.consts, [self.shared.input(x) for x in data])
+        num_fixed = len(nodes) - cut.num_rows
+        fixed = [self.shared.settled(node) if isinstance(node, Placed) else node for node in nodes[:num_fixed]]
+        rows = [
+            self.shared.settled(node, ((), *self.shared.settled_axes(node.layout)[1:])) for node in nodes[num_fixed:]
+        ]
+        before = [x.layout if isinstance(x, Placed) else x for x in fixed] + [_row(x.layout) for x in rows]
+        self.body, self.message = planned_body(self.shared, cut.layer, before, carried, own)
+        self.body.returning(self.message)
+        self.fixed = [x for x in fixed if isinstance(x, Placed)]
+        captured = [placed for placed, _ in self.body.scope.captured]
+        self.shared.program.outputs = [Use(x.register) for x in (*self.fixed, *rows, *captured)]
+        entry.program.outputs = [
+            used_as(entry, node, layout) for node, layout in zip(starts, self.message, strict=True)
+        ]
+
+    def layer(self, params: Any, message: Sequence[Any], shared: Sequence[Any], index: Any) -> list[Any]:
+        num_fixed, num_rows = len(self.fixed), self.cut.num_rows
+        rows = [lax.dynamic_index_in_dim(a, index, keepdims=False) for a in shared[num_fixed : num_fixed + num_rows]]
+        own = [params[_name(own)] for own in self.cut.own]
+        return self.body.run(*shared[:num_fixed], *rows, *message, *own, *shared[num_fixed + num_rows :])
+
+
 class _Parts:
-    """The plans of the parts of a cut."""
+    """The plans of the parts of a cut.
+
+    Layers of all stacks pass on the same list of arrays. Each stack has some of them for its own message, and passes
+    on the others as they are.
+    """
 
     def __init__(self, cut: Cut, ctx: ParallelContext, layouts: Sequence[Layout], key: Any, staged: StagedLoss) -> None:
         self.cut = cut
@@ -176,60 +229,55 @@ class _Parts:
         self.key = key
         self.staged = staged
         self.outer = [layouts[i] for i in cut.outer]
-        self.data = [layouts[i] for i in cut.data]
-        self.own = [_row(layouts[own]) if isinstance(own, int) else layouts[own[0]] for own in cut.own]
-        self.first = Scope(ctx, RULES)
-        self.shared = Scope(ctx, RULES)
-        self.last = Scope(ctx, RULES)
-        self._plan()
-
-    def _plan(self) -> None:
-        cut = self.cut
-        starts = self.first.plan(cut.first.jaxpr, cut.first.consts, [self.first.input(x) for x in self.outer])
-        # A message differs between devices with different rows, and between stages.
-        varies = frozenset(self.ctx.gradient_axes + self.ctx.slice_axes)
-        carried = [carried_layout(self.first, node) for node in starts]
-        carried = [replace(x, varies=x.varies | varies) for x in carried]
-        nodes = self.shared.plan(cut.shared.jaxpr, cut.shared.consts, [self.shared.input(x) for x in self.data])
-        num_fixed = len(nodes) - cut.num_rows
-        fixed = [self.shared.settled(node) if isinstance(node, Placed) else node for node in nodes[:num_fixed]]
-        rows = [
-            self.shared.settled(node, ((), *self.shared.settled_axes(node.layout)[1:])) for node in nodes[num_fixed:]
-        ]
-        before = [x.layout if isinstance(x, Placed) else x for x in fixed] + [_row(x.layout) for x in rows]
-        self.body, self.message = planned_body(self.shared, cut.layer, before, carried, self.own)
-        self.body.returning(self.message)
-        self.fixed = [x for x in fixed if isinstance(x, Placed)]
-        captured = [placed for placed, _ in self.body.scope.captured]
-        self.shared.program.outputs = [Use(x.register) for x in (*self.fixed, *rows, *captured)]
-        self.first.program.outputs = [
-            used_as(self.first, node, layout) for node, layout in zip(starts, self.message, strict=True)
-        ]
-        inputs = [self.last.input(x) for x in (*self.outer, *self.message)]
-        ends = self.last.plan(cut.last.jaxpr, cut.last.consts, inputs)
+        self.stacks: list[_StackPlan] = []
+        message: list[Layout] = []
+        for one in cut.stacks:
+            entry, starts = self._planned(one.first, message)
+            self.stacks.append(_StackPlan(one, ctx, layouts, entry, starts))
+            message = self.stacks[-1].message
+        self.last, ends = self._planned(cut.end, message)
         sums = tuple(axis for axis in self.ctx.loss_axes if axis not in self.ctx.stage_axes)
         self.last.program.outputs = [self._sum(node, sums) for node in ends]
+        self.slots, self.places = _slots([stack.message for stack in self.stacks])
+
+    def _planned(self, closed: ClosedJaxpr, message: Sequence[Layout]) -> tuple[Scope, Sequence[Any]]:
+        scope = Scope(self.ctx, RULES)
+        return scope, scope.plan(closed.jaxpr, closed.consts, [scope.input(x) for x in (*self.outer, *message)])
 
     def _sum(self, node: Any, partial: tuple[str, ...]) -> Use:
         placed = self.last.demand(self.last.ready(node), ())
         return Use(placed.register, (), frozenset(self.ctx.loss_axes + self.ctx.slice_axes), partial)
 
     def model(self) -> PipelineModel:
+        first, *others = (self._stack(number) for number in range(len(self.stacks)))
         return PipelineModel(
-            layers=LAYERS,
-            num_layers=self.cut.num_layers,
-            stacked_layers=self.cut.num_layers,
-            embed=self._embed,
-            shared=lambda batch, x: self.shared.program.run(*self._data(batch)),
-            layer=self._layer,
+            **first,
+            embed=lambda params, batch, key: self._entered(0, params, [], batch),
             loss=self._loss,
             evaluation=self._loss,
             count=lambda batch: jnp.int32(0),
-            policy=gathering_again(jax.checkpoint_policies.everything_saveable),
-            unroll=1,
             head=self.staged.head,
-            recomputes=True,
+            then=tuple(LayerStack(**one, enter=partial(self._entered, i)) for i, one in enumerate(others, 1)),
         )
+
+    def _stack(self, number: int) -> dict[str, Any]:
+        """The arguments of `LayerStack`."""
+        plan = self.stacks[number]
+
+        def layer(params: Any, x: Any, batch: Batch, shared: Any, key: Any, index: Any) -> tuple[Any, Auxiliary]:
+            made = plan.layer(params, self._message(number, x), shared, index)
+            return self._slotted(number, made, x), Auxiliary({}, {})
+
+        return {
+            "layers": _key(number),
+            "num_layers": plan.cut.num_layers,
+            "stacked_layers": plan.cut.num_layers,
+            "shared": lambda batch, x: plan.shared.program.run(*self._data(batch)),
+            "layer": layer,
+            "policy": gathering_again(jax.checkpoint_policies.everything_saveable),
+            "unroll": 1,
+            "recomputes": True,
+        }
 
     def _data(self, batch: Batch) -> list[Any]:
         return [*jax.tree.leaves(_rows(batch)), *jax.tree.leaves(self.key), *_carried(batch)]
@@ -238,20 +286,52 @@ class _Parts:
         num_params = self.cut.data[0]
         return [*(params[str(i)] for i in self.cut.outer if i < num_params), *self._data(batch)]
 
-    def _embed(self, params: dict[str, Any], batch: Batch, key: Any) -> list[Any]:
-        return self.first.program.run(*self._outer(params, batch))
+    def _entered(self, number: int, params: dict[str, Any], x: Any, batch: Batch) -> list[Any]:
+        """What the first layer of a stack gets."""
+        before = self._message(number - 1, x) if number else []
+        made = self.stacks[number].entry.program.run(*self._outer(params, batch), *before)
+        return self._slotted(number, made, [_zeros(layout, self.ctx) for layout in self.slots])
 
-    def _layer(self, params: Any, x: Any, batch: Batch, shared: Any, key: Any, index: Any) -> tuple[Any, Auxiliary]:
-        num_fixed, num_rows = len(self.fixed), self.cut.num_rows
-        rows = [lax.dynamic_index_in_dim(a, index, keepdims=False) for a in shared[num_fixed : num_fixed + num_rows]]
-        own = [params[_name(own)] for own in self.cut.own]
-        captured = shared[num_fixed + num_rows :]
-        return self.body.run(*shared[:num_fixed], *rows, *x, *own, *captured), Auxiliary({}, {})
+    def _message(self, number: int, x: Sequence[Any]) -> list[Any]:
+        return [x[place] for place in self.places[number]]
+
+    def _slotted(self, number: int, message: Sequence[Any], x: Sequence[Any]) -> list[Any]:
+        """What layers pass on, with the message of a stack in its places."""
+        new = dict(zip(self.places[number], message, strict=True))
+        return [new.get(place, old) for place, old in enumerate(x)]
 
     def _loss(self, params: Any, x: Any, batch: Batch) -> Totals:
-        sums = self.last.program.run(*self._outer(params, batch), *x)
+        message = self._message(len(self.stacks) - 1, x)
+        sums = [jnp.asarray(x) for x in self.last.program.run(*self._outer(params, batch), *message)]  # or a constant
         names = self.staged.metrics
         return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
+
+
+def _slots(messages: Sequence[Sequence[Layout]]) -> tuple[list[Layout], list[list[int]]]:
+    """Arrays that hold the message of any stack, and the places of each message in them."""
+    slots: list[Layout] = []
+    places = []
+    for message in messages:
+        own: list[int] = []
+        for layout in message:
+            free = (i for i, x in enumerate(slots) if i not in own and _form(x) == _form(layout))
+            own.append(next(free, len(slots)))
+            slots += [layout] if own[-1] == len(slots) else []
+        places.append(own)
+    return slots, places
+
+
+def _form(layout: Layout) -> tuple[Any, ...]:
+    return layout.shape, layout.dtype, layout.axes, layout.varies
+
+
+def _zeros(layout: Layout, ctx: ParallelContext) -> jax.Array:
+    return varying(jnp.zeros(layout.local_shape(ctx.mesh.shape), layout.dtype), tuple(sorted(layout.varies)))
+
+
+def _key(number: int) -> str:
+    """The name of the layers of a stack among the parameters."""
+    return f"{LAYERS} {number}" if number else LAYERS
 
 
 def _rows(batch: Batch) -> Batch:

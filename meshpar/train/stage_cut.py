@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.errors import ProgramError
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
+from meshpar.partition.cut import Cut
 from meshpar.partition.stages import StagedLoss
 from meshpar.tree import human_bytes, human_flops
 
@@ -25,29 +28,48 @@ def product_flops(program: ClosedJaxpr) -> float:
 
 def describe_cut(staged: StagedLoss, pipeline: Pipeline, ctx: ParallelContext) -> str:
     """The stages of a cut: their layers, parameters and forward FLOPs for a microbatch, and the bytes of a message."""
-    cut = staged.cut
-    values = [v.aval for v in cut.layer.jaxpr.outvars]
+    values = _message(staged.cut)
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in values)
     shapes = ", ".join(x.str_short(short_dtypes=True) for x in values)
     message = f"a message of a microbatch is {human_bytes(num_bytes)} on all devices of a stage: {shapes}"
-    kind = "stacked in dim layers" if cut.is_stacked else "a list, of which every stage stores all"
-    return "\n    ".join([f"{cut.num_layers} equal layers, {kind}", *_stages(staged, pipeline, ctx), message])
+    kinds = [
+        f"{one.num_layers} equal layers, {'stacked in dim layers' if one.is_stacked else _LIST}"
+        for one in staged.cut.stacks
+    ]
+    return "\n    ".join(["; then ".join(kinds), *_stages(staged, pipeline, ctx), message])
+
+
+_LIST = "a list, of which every stage stores all"
+
+
+def _message(cut: Cut) -> list[Any]:
+    """The arrays that layers of all stacks pass on."""
+    values: list[Any] = []
+    for one in cut.stacks:
+        found = [v.aval for v in one.layer.jaxpr.outvars]
+        values += [x for i, x in enumerate(found) if found[: i + 1].count(x) > values.count(x)]
+    return values
 
 
 def _stages(staged: StagedLoss, pipeline: Pipeline, ctx: ParallelContext) -> Iterator[str]:
-    cut, chunks = staged.cut, pipeline.cut(ctx).layers
-    first, layer, last = (product_flops(part) for part in (cut.first, cut.layer, cut.last))
+    stacks, chunks = staged.cut.stacks, pipeline.cut(ctx).layers
+    numbers = np.repeat(range(len(stacks)), [one.num_layers for one in stacks])  # the stack of each layer
+    last = product_flops(staged.cut.end)
+    entries = [product_flops(one.first) for one in stacks]
+    layers = [product_flops(one.layer) for one in stacks]
     num_stages = len(chunks)
     end = pipeline.schedule.stage_of(num_stages * pipeline.schedule.chunks_per_stage - 1, num_stages)
     for stage, own in enumerate(chunks):
         parts = [_range(int(row[row >= 0].min()), int(row.max())) for row in own]
-        count = int((own >= 0).sum())
-        flops = count * layer + first * (stage == 0) + last * (stage == end)
-        params = count * staged.params_of_a_layer
-        held = f"layers {', '.join(parts)}, with {params:,} parameters"
-        held = f"what stands before; {held}" if stage == 0 else held
-        held = f"{held}; what stands after" if stage == end else held
-        yield f"stage {stage}: {held}; {human_flops(flops)} in a forward of a microbatch"
+        held = own[own >= 0].tolist()
+        begun = [number for number in range(len(stacks)) if numbers.tolist().index(number) in held]
+        flops = sum(layers[numbers[i]] for i in held) + sum(entries[i] for i in begun) + last * (stage == end)
+        params = sum(staged.params_of_a_layer[numbers[i]] for i in held)
+        what = f"layers {', '.join(parts)}, with {params:,} parameters"
+        between = [f"what stands before layer {numbers.tolist().index(i)}" for i in begun if i]
+        what = "; ".join([*(["what stands before"] if 0 in begun else []), what, *between])
+        what = f"{what}; what stands after" if stage == end else what
+        yield f"stage {stage}: {what}; {human_flops(flops)} in a forward of a microbatch"
 
 
 def _range(first: int, last: int) -> str:

@@ -158,26 +158,31 @@ class Training:
     @cached_property
     def pipeline(self) -> Pipeline | None:
         """The model in stages and its schedule; None without stages or under GSPMD."""
-        return self._pipeline(self._staged(self.loss, self.key))
+        return self._pipeline(self._staged(self.loss, self.key, self.ctx.in_slice))
 
     def _pipeline(self, stages: Stages | None) -> Pipeline | None:
         schedule = self.ctx.schedule
         return Pipeline(stages, schedule, self.in_schedule_order) if stages and schedule else None
 
-    def _staged(self, loss: Loss, key: Any) -> Stages | None:
+    def _staged(self, loss: Loss, key: Any, ctx: ParallelContext) -> Stages | None:
         """The model in stages: meshpar's own, or a user's loss that is cut where it is traced."""
         if not self.is_of_whole_arrays or not self.ctx.schedule:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        carried = {} if self.ctx.schedule.is_stale else self.carried  # the parameters before the last update
-        # Attention over shards of a row sends them round a ring, which devices of other stages would wait for.
-        more = () if self.ctx.axes("seq") else (with_attention,)
-        whole = PartitionedLoss(loss, self.specs, self.batch_specs, carried, *more)
-        return StagedLoss(whole, self.ctx, key, product_flops)
+        # By default attention over shards of a row sends them round a ring, which would wait for other stages.
+        is_gathered = not self.ctx.axes("seq") or self.ctx.parallel.attention.kind in ("all_gather", "ulysses")
+        more = (with_attention,) if is_gathered else ()
+        whole = PartitionedLoss(loss, self.specs, self.batch_specs, self._carried_of_loss, *more)
+        return StagedLoss(whole, ctx, key, product_flops)
+
+    @property
+    def _carried_of_loss(self) -> Any:
+        """The carried state, without the parameters before the last update, of which the loss knows nothing."""
+        return {} if self.ctx.schedule and self.ctx.schedule.is_stale else self.carried
 
     def with_named_layers(self) -> Self:
         """The same training, where the dim of the layers that a pipeline cuts is called `layers`."""
-        staged = self._staged(self.loss, self.key)
+        staged = self._staged(self.loss, self.key, self.ctx)
         return replace(self, specs=staged.with_named_layers()) if isinstance(staged, StagedLoss) else self
 
     @property
@@ -240,7 +245,7 @@ class Training:
     @cached_property
     def _traced_loss(self) -> ClosedJaxpr:
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
-        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
+        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self._carried_of_loss))
         with of_whole_arrays(self.ctx):
             return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
 
@@ -402,7 +407,7 @@ class Training:
     def _evaluation(self, ctx: ParallelContext) -> jax.stages.Traced:
         loss = self.evaluation or self.loss
         training = replace(self, ctx=ctx)
-        objective = training._objective(loss, training._pipeline(training._staged(loss, None)))
+        objective = training._objective(loss, training._pipeline(training._staged(loss, None, ctx)))
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:

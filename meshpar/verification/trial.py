@@ -24,7 +24,7 @@ from meshpar.train.program import on_host, shardings, structs, whole
 from meshpar.train.state import TrainState
 from meshpar.train.step import step_function
 from meshpar.train.training import Training
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, map_with_path
 
 Batches = Sequence[dict[str, np.ndarray]]
 Arrays = dict[str, np.ndarray]
@@ -79,6 +79,13 @@ class Trial:
             results.append(_result(metrics, grads, state))
         return state, results
 
+    @cached_property
+    def rounding(self) -> float:
+        """How much two programs' initial floats can differ, relative to an array's largest; 0 if they are float64."""
+        drawn = jax.tree.leaves(jax.eval_shape(self.training.init, jax.random.key(0)))
+        floats = [x.dtype for x in drawn if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]
+        return 8 * max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
+
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:
         """Saves the state, and restores it on the layout of `there`."""
         with _folder() as folder, checkpoints(folder / "checkpoints") as saved:
@@ -106,6 +113,23 @@ class Trial:
         out = shardings(state), whole(training.mesh), shardings(structs(training.placement.trained))
         lowered = jax.jit(step, out_shardings=out).lower(state, training.batch)
         return lowered.compile(compiler_options=QUICK)
+
+
+def without_rounding(state: TrainState, reference: Arrays, rounding: float) -> TrainState:
+    """The state with the reference's numbers in each array of floats that differs from it by rounding alone.
+
+    Programs of different meshes round what a user's init computes in float32 differently, and training amplifies it.
+    """
+
+    def of(path: str, x: Any) -> Any:
+        wanted = reference.get(path)
+        if wanted is None or wanted.shape != x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if np.abs(on_host(x) - wanted).max(initial=0) > rounding * np.abs(wanted).max(initial=0):
+            return x
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: wanted[index])
+
+    return map_with_path(of, state)
 
 
 @contextmanager

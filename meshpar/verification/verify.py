@@ -22,12 +22,15 @@ from meshpar.experiment.prepare import prepare
 from meshpar.mesh.join import share
 from meshpar.mesh.layout import MeshLayout, describe_sizes
 from meshpar.progress import busy
+from meshpar.train.program import on_host
+from meshpar.train.state import TrainState
 from meshpar.train.training import Training
+from meshpar.tree import flatten_with_paths
 from meshpar.verification.batches import token_batch
 from meshpar.verification.compare import Comparison, compare, without_gradient
 from meshpar.verification.report import CHECKPOINT, Row, Sizes, Verification
 from meshpar.verification.shrink import shrink
-from meshpar.verification.trial import Batches, StepResult, Trial
+from meshpar.verification.trial import Batches, StepResult, Trial, without_rounding
 
 NUM_STEPS = 4
 
@@ -119,7 +122,10 @@ class _Checker:
             num_microbatches = training.ctx.num_passes
         plain = Trial(training.on(mesh=_mesh({}), manual=False, num_microbatches=num_microbatches))
         began = time.perf_counter()
-        self.reference = plain.run(plain.start(), batches)[1]
+        start = plain.start()
+        self.rounding = plain.rounding
+        self.first = flatten_with_paths(on_host(start)) if self.rounding else {}
+        self.reference = plain.run(start, batches)[1]
         show(f"one device, the reference: {time.perf_counter() - began:.1f} s")
         self.undecided = without_gradient(self.reference)
 
@@ -171,12 +177,16 @@ class _Checker:
         return row
 
     def _run(self, trial: Trial) -> Comparison:
-        return self._compare(trial.run(trial.start(), self.batches)[1], 0)
+        return self._compare(trial.run(self._start(trial), self.batches)[1], 0)
 
     def _resume(self, first: Trial, then: Trial) -> Comparison:
-        state, _ = first.run(first.start(), self.batches[: self.half])
+        state, _ = first.run(self._start(first), self.batches[: self.half])
         restored = first.saved_and_restored(state, then)
         return self._compare(then.run(restored, self.batches[self.half :])[1], self.half)
+
+    def _start(self, trial: Trial) -> TrainState:
+        state = trial.start()
+        return without_rounding(state, self.first, self.rounding) if self.rounding else state
 
     def _compare(self, got: Sequence[StepResult], skipped: int) -> Comparison:
         return compare(got, self.reference[skipped:], self.undecided, 1 + skipped)

@@ -13,7 +13,7 @@ from meshpar.nn.lora import is_lora
 from meshpar.parallel.context import ParallelContext, manual_axes
 from meshpar.parallel.linear import Adapter
 from meshpar.parallel.local import varies_over, varying_like
-from meshpar.parallel.pipeline import execute
+from meshpar.parallel.pipeline import layers
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths
 from tests.equivalence.conftest import on_one_device, outcome, prepared
@@ -72,8 +72,8 @@ def test_stages_with_a_declared_reduction_are_equal_to_one_device(model, mesh):
 @pytest.mark.slow
 def test_planted_frozen_parameters_that_are_zero_on_the_stages_are_seen(monkeypatch):
     """Each stage computes with zeros in place of its frozen parameters."""
-    whole = execute.frozen_in
-    monkeypatch.setattr(execute, "frozen_in", lambda *trees: jax.tree.map(jnp.zeros_like, whole(*trees)))
+    whole = layers.frozen_in
+    monkeypatch.setattr(layers, "frozen_in", lambda *trees: jax.tree.map(jnp.zeros_like, whole(*trees)))
     run = in_stages("llama_lora", "pipe2_fsdp2_tensor2")
     assert outcome(run).difference(on_one_device("llama_lora")) > 1e-3
 

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
     ),
     "a ring inside of stages": (
         stacked, {"parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}, context="ring")}, ConfigError,
-        ["parallel.context\n    stages gather whole rows for attention: in a ring they would wait for devices"],
+        ["parallel.context\n    stages of a pipeline work at different times", "context=all_gather, or ulysses"],
     ),
     "fewer layers than stages": (
         stacked, {"parallel": Parallel(pipeline={"kind": "interleaved", "num_microbatches": 2, "num_chunks": 4})},

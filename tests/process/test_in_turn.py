@@ -12,10 +12,10 @@ import sys
 import jax, numpy as np
 import meshpar
 from meshpar.experiment.prepare import prepare
-from meshpar.parallel.pipeline import execute
+from meshpar.parallel.pipeline import execute, layers
 
 if "control" in sys.argv:
-    execute.after = lambda number, results: number
+    execute.after = layers.after = lambda number, results: number
 meshpar.simulate(8)
 run = meshpar.Run(
     model={

@@ -14,6 +14,7 @@ from meshpar.inspection.program.hlo import total_sent_bytes
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.strategies import Parallel
 from meshpar.train.training import Training
+from tests.equivalence.test_pipelines_of_any_model import translating
 from tests.program.test_pipelines import needed
 from tests.zoo import llama, stacked_nnx
 from tests.zoo.parts import SEQ, VOCAB, sentences
@@ -60,6 +61,23 @@ def inspected(model: str, kind: str | None, m: int) -> Inspection:
 def test_the_bytes_over_pipe_equal_those_of_the_messages(kind):
     sent = total_sent_bytes(inspected("llama", kind, 8).collectives, "collective_permute", ["pipe"])
     assert STAGES * sent == MESSAGE * needed(get_schedule(kind, STAGES, 8), STAGES).total()
+
+
+@pytest.mark.slow
+def test_the_bytes_over_pipe_of_two_stacks_are_one_message_for_each_place_between_stages(float64):
+    """A message has room for the decoder's, of two arrays. Layers of both stacks move to their stages, and back."""
+    zoo = translating()
+    made = training(
+        zoo.init, zoo.loss, optax.sgd(0.1), dict(zoo.batch), compute_dtype="float64",
+        mesh=MeshLayout(pipe=STAGES).build(jax.devices()[:STAGES]), dims=zoo.dims,
+        rules=AxisRules(preset="pipeline", **zoo.rules),
+        parallel=Parallel(pipeline=get_schedule("1f1b", STAGES, 8)),
+    )  # fmt: skip
+    collectives = inspect(made.compile_step().compiled, made.mesh).collectives
+    in_ticks = [one for one in collectives if "while" in one.op_name]
+    message = 2 * len(zoo.batch["x"]) // 8 * zoo.batch["x"].shape[1] * 8
+    sent = STAGES * total_sent_bytes(in_ticks, "collective_permute", ["pipe"])
+    assert sent == message * needed(get_schedule("1f1b", STAGES, 8), STAGES).total()
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("stacked_nnx", marks=pytest.mark.slow)])

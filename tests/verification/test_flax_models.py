@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 from meshpar import AxisRules, MeshLayout, VerificationError, inspect, partitioned, training, verify
+from meshpar.parallel.context import current
 
 ROWS = 8
 
@@ -138,6 +141,25 @@ def test_a_model_that_computes_in_float32_is_refused():
         "the loss is float32, though the parameters are float64: rounding would hide differences; "
         "build the model without a dtype of its own"
     )
+
+
+@pytest.mark.parametrize("factor", [1 + 2**-23, 1 + 2**-10])
+def test_initial_numbers_may_differ_by_the_rounding_of_their_dtype(factor):
+    """Programs of other meshes round a float32 initialization otherwise. More than that is a fault."""
+
+    def init(key):
+        ctx = current()
+        on_mesh = ctx is not None and ctx.mesh.size > 1
+        return {"w": jax.random.normal(key, (16,), np.float32) * np.float32(factor if on_mesh else 1)}
+
+    linear = training(
+        init, lambda params, batch, key: (batch["image"].reshape(-1, 16) @ params["w"]).mean(),
+        optax.sgd(0.1), digits(0, 4), mesh=MeshLayout(data=2).build(jax.devices()[:2]),
+        rules=AxisRules(preset="replicated", unnamed=()),
+    )  # fmt: skip
+    linear = replace(linear, init=init)
+    proof = verify(linear, [digits(seed, 4) for seed in range(2)])
+    assert [row.name for row in proof.culprits] == ([] if factor < 1.0001 else ["data=2"]), str(proof)
 
 
 def test_one_batch_is_not_enough(cnn):

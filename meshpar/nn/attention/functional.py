@@ -151,7 +151,9 @@ def _of_shards(
     context = (ctx.parallel if ctx else Parallel()).attention
     num_devices = math.prod(map(lax.axis_size, axes))
     rings = num_devices // context.exchange(num_devices)
-    if not (causal and rings == num_devices > 1 and context.arranged(num_devices).is_zigzag and _halves(q)):
+    in_stages = ctx is not None and ctx.schedule is not None  # the zigzag layout takes permutes, which stages cannot
+    is_zigzag = context.arranged(num_devices).is_zigzag and not in_stages
+    if not (causal and rings == num_devices > 1 and is_zigzag and _halves(q)):
         layout = SequenceLayout(rings)
         return over_axes(core, q, k, v, None, segments, window, axes, layout, is_causal=causal, cap=cap)
     order = Zigzag(axes, num_devices)

@@ -20,19 +20,20 @@ from jax import lax
 
 from meshpar.collectives.permute import permute
 from meshpar.parallel.batch import Batch, split_off_shared
-from meshpar.parallel.context import ParallelContext, manual, platform
+from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.in_turn import after
-from meshpar.parallel.local import varying, varying_like, zeros_of
+from meshpar.parallel.local import varying, zeros_of
 from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.pipeline.conditional import run_if, taken_scope
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
+from meshpar.parallel.pipeline.layers import StageLayers, zeros_for_sums
 from meshpar.parallel.pipeline.model import Stages, Totals
-from meshpar.parallel.pipeline.partition import StagePartition, cut_layers
+from meshpar.parallel.pipeline.partition import StagePartition, cut_layers, cut_stacks
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
 from meshpar.parallel.pipeline.simulate import check_complete
-from meshpar.parallel.pipeline.split import Avals, Split, split
-from meshpar.parallel.precision import summed_in, wide
-from meshpar.parallel.trainable import as_in, filled, frozen_in
+from meshpar.parallel.precision import wide
+from meshpar.parallel.trainable import as_in, filled
 
 Sums = tuple[Any, Any]
 
@@ -90,21 +91,35 @@ class Pipeline:
         return tick_table(orders, self.schedule), self.cut(ctx)
 
     def cut(self, ctx: ParallelContext) -> StagePartition:
+        """The layers of each stage; those of several stacks are numbered through."""
         layers = self.parts.layer_counts()
+        if layers.then:
+            return cut_stacks(self.schedule, ctx.shards("stage"), layers)
         return cut_layers(self.schedule, ctx.shards("stage"), layers.num_layers, layers.head, layers.stacked)
 
-    def moves(self, ctx: ParallelContext) -> Exchange | None:
-        """The exchange that moves layers to their stages; None if they are stored there, or on all stages."""
-        cut = self.cut(ctx)
-        layers = self.parts.layer_counts()
-        if not layers.is_stacked:
-            return None
-        stored = layers.stacked // ctx.shards("stage")
-        return exchange(cut, stored) if ctx.axes("layers") and not cut.lies_in_order(stored) else None
+    def moves(self, ctx: ParallelContext) -> list[Exchange | None]:
+        """The exchange that moves each stack's layers to their stages; None if they are there, or on all stages."""
+        stacks = self.parts.layer_counts().stacks
+        found = []
+        for layers, cut in zip(stacks, self.cuts(ctx), strict=True):
+            stored = layers.stacked // ctx.shards("stage")
+            is_moved = layers.is_stacked and ctx.axes("layers") and not cut.lies_in_order(stored)
+            found.append(exchange(cut, stored) if is_moved else None)
+        return found
+
+    def cuts(self, ctx: ParallelContext) -> list[StagePartition]:
+        """The layers of each stage, for each stack alone."""
+        cut, stacks = self.cut(ctx), self.parts.layer_counts().stacks
+        if len(stacks) == 1:
+            return [cut]
+        counts = [stack.num_layers for stack in stacks]
+        return [cut.of(sum(counts[:i]), num) for i, num in enumerate(counts)]
 
     def permutation(self, ctx: ParallelContext) -> Exchange | None:
-        """`moves` where each stage computes with as many layers as it stores; else None."""
-        moves = self.moves(ctx)
+        """`moves` of the only stack where each stage computes with as many layers as it stores; else None."""
+        moves, *more = self.moves(ctx)
+        if more:
+            return None
         return moves if moves and self.cut(ctx).is_even and moves.computed == moves.stored else None
 
 
@@ -114,16 +129,18 @@ class _Slots(NamedTuple):
     Args:
       inbox: tree of [slot, ...], messages that are not used yet, such as [slot, batch, residual_seq, embed]; the last
         slot is never read.
-      residuals, stash: lists of [slot, layer, ...].
-      layers: sums of the layers' gradients.
+      entries: for each stack after the first, tree of [slot, ...]: what it began with, before `LayerStack.enter`.
+      residuals, stash: for each stack, lists of [slot, layer, ...].
+      layers: for each stack, sums of the layers' gradients.
       sums: the totals of the loss, and sums of the gradients of the other parameters.
       auxiliary: sums of the layers' losses and metrics, weighted by tokens.
     """
 
     inbox: Any
-    residuals: list[jax.Array]
-    stash: list[jax.Array]
-    layers: Any
+    entries: list[Any]
+    residuals: list[list[jax.Array]]
+    stash: list[list[jax.Array]]
+    layers: list[Any]
     sums: Sums
     auxiliary: Auxiliary
 
@@ -157,23 +174,30 @@ class _Stage:
         self.stage = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         micro = self._micro(jnp.int32(0))
         self.parts = pipeline.parts.on_shards(params, micro, key)
-        self.exchange = None if pipeline.in_schedule_order else pipeline.moves(ctx)
-        layers = params[self.parts.layers]
-        if self.exchange is not None:
-            layers = self.exchange.forward(layers, self.axes, self.stage)
-        self.params = params | {self.parts.layers: layers}
+        self.params = dict(params)
+        names = [stack.layers for stack in self.parts.stacks]
+        moves = [None] * len(names) if pipeline.in_schedule_order else pipeline.moves(ctx)
+        for name, move in zip(names, moves, strict=True):
+            if move is not None:
+                self.params[name] = move.forward(params[name], self.axes, self.stage)
         trained = as_in(trained, self.params)
-        self.layers = trained[self.parts.layers]
-        self.frozen_layers = frozen_in(self.layers, layers)
-        self.outer = {name: value for name, value in trained.items() if name != self.parts.layers}
-        self.indices = jnp.asarray(self.cut.layers.reshape(ctx.shards("stage"), -1))[self.stage]
-        has_own_layers = bool(ctx.axes("layers")) and pipeline.parts.layer_counts().is_stacked
-        self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if has_own_layers else self.indices
+        self.layers = {name: trained[name] for name in names}
+        self.outer = {name: value for name, value in trained.items() if name not in names}
         x = jax.eval_shape(partial(self._embed, self.outer), micro)
         self.x = self._typed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x))
+        counts = pipeline.parts.layer_counts().stacks
+        parts = zip(self.parts.stacks, counts, pipeline.cuts(ctx), moves, strict=True)
+        self.stacks = [
+            StageLayers(
+                ctx, stack, cut, move, count.is_stacked, len(names) > 1, trained[stack.layers],
+                self.params[stack.layers], key,
+            )
+            for stack, count, cut, move in parts
+        ]  # fmt: skip
+        for stack in self.stacks:
+            stack.differentiate(self._micro(self.stage), self.x, self._typed, self._per_row)
         end = self.parts.evaluation if forward_only else self.parts.loss
         self.totals = jax.eval_shape(end, self.params, self.x, micro)
-        self.split = self._split()
 
     def gradients(self, dtype: Any) -> tuple[Totals, Any]:
         slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
@@ -181,10 +205,8 @@ class _Stage:
         losses, metrics = slots.auxiliary
         for x in losses.values():
             total += x.astype(total.dtype)
-        layers = slots.layers
-        if self.exchange is not None:
-            layers = self.exchange.backward(layers, self.axes, self.stage)
-        return (total, count, of_end | metrics | losses), outer | {self.parts.layers: layers}
+        layers = {s.parts.layers: s.stored(grads) for s, grads in zip(self.stacks, slots.layers, strict=True)}
+        return (total, count, of_end | metrics | losses), outer | layers
 
     def evaluation(self) -> Totals:
         start = (self._empty_inbox(), self._no_loss(), self._no_auxiliary())
@@ -196,9 +218,9 @@ class _Stage:
     def _tick(self, slots: _Slots, tick: tuple[TableRow, jax.Array]) -> tuple[_Slots, None]:
         rows, pattern = tick
         row = self._mine(rows)
-        changed = (self.x, slots.residuals, slots.auxiliary)
-        out, residuals, auxiliary = self._if("F", row, self._forward, changed, slots.inbox)
-        slots = slots._replace(residuals=residuals, auxiliary=auxiliary)
+        changed = (self.x, slots.entries, slots.residuals, slots.auxiliary)
+        out, entries, residuals, auxiliary = self._if("F", row, self._forward, changed, slots.inbox)
+        slots = slots._replace(entries=entries, residuals=residuals, auxiliary=auxiliary)
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
         layers = self._if("W", row._replace(kind=after(row.kind, out)), self._weights, slots.layers, slots)
@@ -212,9 +234,10 @@ class _Stage:
         def add_loss(sums: Any, y: Any, row: TableRow) -> Any:
             return _added(sums, self.parts.evaluation(self.params, y, self._micro(row.microbatch)))
 
-        out, _, auxiliary = self._if("F", row, self._forward, (self.x, [], auxiliary), inbox)
+        nothing = [[] for _ in self.stacks]
+        out, _, _, auxiliary = self._if("F", row, self._forward, (self.x, nothing[1:], nothing, auxiliary), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
-        sums = _if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
+        sums = run_if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
         return (self._send(inbox, out, row, after(pattern, sums)), sums, auxiliary), None
 
     def _send(self, inbox: Any, out: Any, row: TableRow, pattern: jax.Array) -> Any:
@@ -235,7 +258,7 @@ class _Stage:
 
         if self.ticks.num_rounds:
             branches = [partial(send, rounds) for rounds in self.ticks.patterns]
-            with _taken(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
+            with taken_scope(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
                 messages = lax.switch(pattern, branches, out)
             for round_, message in enumerate(messages):
                 inbox = stored(inbox, message, row.received[round_])
@@ -244,77 +267,94 @@ class _Stage:
     def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """Runs `change` if the row is of this kind. Every stage has equally many operations of a kind."""
         taken = (self.at_ends[1], self.ticks.num_ticks)
-        return _if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
+        return run_if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
 
     def _if_end(self, is_end: jax.Array, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """Runs `change` on the stage that has an end of the model."""
-        return _if(is_end == 1, change, changed, *args, taken=self.at_ends, stages=self.num_stages)
+        return run_if(is_end == 1, change, changed, *args, taken=self.at_ends, stages=self.num_stages)
 
     # The three operations. Each returns its first argument, changed ------------------------------------------------
 
     def _forward(self, changed: Any, inbox: Any, row: TableRow) -> Any:
+        _, entries, residuals, sums = changed
+
         def embed() -> Any:
             return self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
-        weights = self._weights_of(row, self.split.auxiliary)
+        weights = self._weights_of(row, self._auxiliary)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             x, slots, sums = carry
-            y, auxiliary, residuals = self.split.forward(params, x, rest)
+            y, auxiliary, residuals = stack.split.forward(params, x, rest)
             sums = jax.tree.map(lambda total, weight, more: total + weight * more, sums, weights, auxiliary)
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
-        with _taken(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
+        with taken_scope(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
             x = lax.cond(row.first == 1, embed, lambda: _at(inbox, row.inbox))
-        return self._each_layer(layer, (x, *changed[1:]), row)
+        entered, filled_slots = [], []
+        for number, (stack, slots) in enumerate(zip(self.stacks, residuals, strict=True)):
+            if number:
+                is_start = stack.starts[row.chunk]
+                x, entry = self._if_end(is_start, partial(self._enter, stack), (x, entries[number - 1]), row)
+                entered.append(entry)
+            batch = self._micro(row.microbatch)
+            x, slots, sums = stack.each(layer, (x, slots, sums), row.chunk, batch, self.x)
+            filled_slots.append(slots)
+        return x, entered, filled_slots, sums
 
     def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
         _, stash, sums = changed
-        dlosses = self._weights_of(row, self.split.auxiliary.losses)
-        dy, sums = self._if_end(row.last, self._loss_gradient, (_at(slots.inbox, row.inbox), sums), row)
+        dlosses = self._weights_of(row, self._auxiliary.losses)
+        dx, sums = self._if_end(row.last, self._loss_gradient, (_at(slots.inbox, row.inbox), sums), row)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, stashes = carry
-            residuals = [a[row.residual, i] for a in slots.residuals]
-            dx, stash = self.split.input_gradient(params, residuals, dy, dlosses, rest)
+            residuals = [a[row.residual, i] for a in saved]
+            dx, stash = stack.split.input_gradient(params, residuals, dy, dlosses, rest)
             return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, stash, strict=True)]
 
-        dx, stash = self._each_layer(layer, (dy, stash), row, reverse=True)
-        return dx, stash, self._if_end(row.first, self._embedding_gradient, sums, dx, row)
+        stashes = []
+        for number, stack in reversed([*enumerate(self.stacks)]):
+            saved, batch = slots.residuals[number], self._micro(row.microbatch)
+            dx, found = stack.each(layer, (dx, stash[number]), row.chunk, batch, self.x, reverse=True)
+            stashes.insert(0, found)
+            if number:
+                entry = slots.entries[number - 1]
+                is_start = stack.starts[row.chunk]
+                dx, sums = self._if_end(is_start, partial(self._entry_gradient, stack), (dx, sums), entry, row)
+        return dx, stashes, self._if_end(row.first, self._embedding_gradient, sums, dx, row)
 
     def _weights(self, sums: Any, slots: _Slots, row: TableRow) -> Any:
-        def layer(sums: Any, i: jax.Array, params: Any, rest: Any) -> Any:
-            residuals = [a[row.residual, i] for a in slots.residuals]
-            stash = [a[row.stash, i] for a in slots.stash]
-            grads = self.split.weight_gradient(params, residuals, stash, rest)
-            at = self.rows[row.chunk * self.cut.longest + i]
-            return jax.tree.map(lambda total, g: total.at[at].add(g.astype(total.dtype)), sums, grads)
+        def layer(total: Any, i: jax.Array, params: Any, rest: Any) -> Any:
+            residuals = [a[row.residual, i] for a in slots.residuals[number]]
+            stash = [a[row.stash, i] for a in slots.stash[number]]
+            grads = stack.split.weight_gradient(params, residuals, stash, rest)
+            return stack.add(total, grads, row.chunk * stack.cut.longest + i)
 
-        return self._each_layer(layer, sums, row)
+        found = []
+        for number, stack in enumerate(self.stacks):
+            found.append(stack.each(layer, sums[number], row.chunk, self._micro(row.microbatch), self.x))
+        return found
 
-    def _each_layer(self, body: Callable[..., Any], carry: Any, row: TableRow, reverse: bool = False) -> Any:
-        """Runs `body(carry, i, params, rest)` for each layer of the row's chunk."""
-        batch = self._micro(row.microbatch)
-        shared = self.parts.shared(batch, self.x)
+    # Between stacks ------------------------------------------------------------------------------------------------
 
-        def step(carry: Any, i: jax.Array) -> tuple[Any, None]:
-            at = row.chunk * self.cut.longest + i
+    def _enter(self, stack: StageLayers, changed: Any, row: TableRow) -> Any:
+        """What stands before a stack that is not the first; keeps its input for the backward."""
+        x, entry = changed
+        kept = jax.tree.map(lambda slots, x: slots.at[row.residual].set(x), entry, x) if entry else entry
+        return self._entered(stack, self.outer, x, row), kept
 
-            def run(carry: Any) -> Any:
-                params = self._layer(self.layers, at)
-                return body(carry, i, params, self._rest(at, batch, shared))
+    def _entered(self, stack: StageLayers, outer: Any, x: Any, row: TableRow) -> Any:
+        assert stack.parts.enter is not None, "a stack that is not the first has something that stands before it"
+        return self._typed(stack.parts.enter(self._whole(outer), x, self._micro(row.microbatch)))
 
-            if self.cut.is_even:
-                return run(carry), None
-            return _if(self.indices[at] >= 0, run, carry, taken=(1, 1)), None
+    def _entry_gradient(self, stack: StageLayers, changed: Any, entry: Any, row: TableRow) -> Any:
+        def enter(outer: Any, x: Any) -> Any:
+            return self._entered(stack, outer, x, row)
 
-        def run_all(carry: Any) -> Any:
-            indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
-            return lax.scan(step, carry, indices, reverse=reverse, unroll=min(self.parts.unroll, indices.size))[0]
-
-        if platform() != "cpu":
-            return run_all(carry)
-        return _if(after(jnp.int32(1), carry) == 1, run_all, carry, taken=(1, 1))
+        dx, (totals, grads) = changed
+        d_outer, dx = jax.vjp(enter, self.outer, _at(entry, row.residual))[1](dx)
+        return dx, (totals, _added(grads, d_outer))
 
     # The ends of the model ---------------------------------------------------------------------------------------
 
@@ -339,34 +379,23 @@ class _Stage:
 
     # The inputs of the operations ----------------------------------------------------------------------------------
 
-    def _split(self) -> Split:
-        batch = self._micro(self.stage)
-        first = jnp.int32(0)
-
-        def layer(trained: Any, x: Any, rest: Any) -> tuple[Any, Auxiliary]:
-            frozen, *others = rest
-            y, auxiliary = self.parts.layer(filled(trained, frozen), x, *others)
-            return self._typed(y), jax.tree.map(self._per_row, auxiliary)
-
-        rest = self._rest(first, batch, self.parts.shared(batch, self.x))
-        return split(layer, self.parts.policy, self._layer(self.layers, first), self.x, rest, self.parts.recomputes)
-
     def _empty(self, dtype: Any) -> _Slots:
-        def room(avals: Avals, num_slots: int) -> list[jax.Array]:
-            # A stage writes to slots of its own, even a value that is equal on all stages.
-            return [varying(zeros_of(aval, num_slots, self.cut.longest), self.axes) for aval in avals]
-
-        def zeros(tree: Any) -> Any:
-            return jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, dtype)), p), tree)
-
+        stacks = self.stacks
+        kept = jax.tree.map(lambda x: varying(zeros_of(x, self.ticks.num_residuals), self.axes), self.x)
         return _Slots(
             self._empty_inbox(),
-            room(self.split.residuals, self.ticks.num_residuals),
-            room(self.split.stash, self.ticks.num_stashes),
-            zeros(self.layers),
-            (self._no_loss(), zeros(self.outer)),
+            [kept for _ in stacks[1:]],
+            [stack.room(stack.split.residuals, self.ticks.num_residuals) for stack in stacks],
+            [stack.room(stack.split.stash, self.ticks.num_stashes) for stack in stacks],
+            [stack.zeros(dtype) for stack in stacks],
+            (self._no_loss(), zeros_for_sums(self.outer, dtype)),
             self._no_auxiliary(),
         )
+
+    @property
+    def _auxiliary(self) -> Auxiliary:
+        """The types of what a layer adds to the loss and the metrics. A model of several stacks has none."""
+        return self.stacks[0].split.auxiliary
 
     def _empty_inbox(self) -> Any:
         return jax.tree.map(lambda x: zeros_of(x, self.ticks.num_inbox + 1), self.x)
@@ -377,7 +406,7 @@ class _Stage:
         return wide(total), *others  # pyright: ignore
 
     def _no_auxiliary(self) -> Auxiliary:
-        return jax.tree.map(zeros_of, self.split.auxiliary)
+        return jax.tree.map(zeros_of, self._auxiliary)
 
     def _weights_of(self, row: TableRow, auxiliary: Any) -> Any:
         """The weight of each of a microbatch's auxiliary losses and metrics: the number of its tokens."""
@@ -398,16 +427,8 @@ class _Stage:
         states = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), self.states)
         return rows | self.shared | states
 
-    def _layer(self, layers: Any, at: jax.Array) -> Any:
-        row = varying(self.rows[at], self.axes)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), layers)
-
-    def _rest(self, at: jax.Array, batch: Batch, shared: Any) -> Any:
-        """A layer's inputs that are not differentiated: its frozen parameters, and further arguments of `layer`."""
-        return self._layer(self.frozen_layers, at), batch, shared, self.key, self.indices[at]
-
     def _whole(self, outer: Any) -> Any:
-        return filled(outer | {self.parts.layers: self.layers}, self.params)
+        return filled(outer | self.layers, self.params)
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         """Types a scalar as different on devices with different rows or layers."""
@@ -416,31 +437,6 @@ class _Stage:
     def _typed(self, x: Any) -> Any:
         """Types a message as different on devices with different rows, parts of the sequence or layers."""
         return jax.tree.map(lambda x: varying(x, self.ctx.gradient_axes + self.ctx.slice_axes), x)
-
-
-def _if(
-    condition: jax.Array, change: Callable[..., Any], changed: Any, *args: Any, taken: tuple[int, int], stages: int = 1
-) -> Any:
-    """`change(changed, *args)` if the condition holds, else `changed`, without a copy.
-
-    Args:
-      taken: (how often the condition holds, out of how many times), on a stage where it can hold.
-      stages: the condition can hold on one of this many stages.
-    """
-    times, of = taken
-    with _taken(times, of=of, stages=stages):
-        return lax.cond(condition, change, lambda changed, *_: changed, changed, *args)
-
-
-def _taken(*times: int, of: int, stages: int = 1) -> Any:
-    """A named scope that records how often the branches of a conditional run. `meshpar.cost` reads it.
-
-    Args:
-      times: a number for each branch, or one number for all.
-      stages: only one of this many stages takes the branches.
-    """
-    on = f"on_1_of_{stages}_stages/" if stages > 1 else ""
-    return jax.named_scope(f"{on}taken_{'_'.join(map(str, times))}_of_{of}")
 
 
 def _at(tree: Any, slot: jax.Array) -> Any:

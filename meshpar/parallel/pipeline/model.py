@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -20,20 +20,29 @@ CARRIED = "(carried) "
 """The start of the names, among the arrays of a microbatch, of the carried state that it gets."""
 
 
-class LayerCounts(NamedTuple):
-    """The layers of a model.
+@dataclass(frozen=True)
+class LayerCounts:
+    """The layers of a stack.
 
     Args:
       num_layers: their number.
       stacked: the size of dim `layers`; rows beyond `num_layers` are padding.
-      head: the cost of what follows the layers, in layers.
+      head: the cost of what follows the last stack, in layers of this one.
       is_stacked: whether their parameters are stored as stacks; else each stage stores those of all layers.
+      then: the stacks that follow.
+      costs: of a layer of each of these, in layers of this stack.
     """
 
     num_layers: int
     stacked: int
     head: float
     is_stacked: bool = True
+    then: tuple[LayerCounts, ...] = ()
+    costs: tuple[float, ...] = ()
+
+    @property
+    def stacks(self) -> tuple[LayerCounts, ...]:
+        return (self, *self.then)
 
 
 @runtime_checkable
@@ -41,7 +50,7 @@ class Stages(Protocol):
     """A model that can be cut between its layers. Fields not described here are those of `PipelineModel`."""
 
     def layer_counts(self) -> LayerCounts:
-        """What decides how many layers each stage gets."""
+        """What decides how many layers each stage gets, of all stacks."""
         ...
 
     def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
@@ -61,39 +70,57 @@ class Stages(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PipelineModel:
-    """The functions of a model that can be cut between its layers. What passes between layers is a tree of arrays.
+@dataclass(frozen=True, kw_only=True)
+class LayerStack:
+    """The functions of equal layers. What passes between layers is a tree of arrays.
 
     Args:
       layers: the key of the stacked layers in the tree of parameters; their first dim is `layers`.
-      num_layers: the number of layers of the whole model.
+      num_layers: the number of layers of the whole stack.
       stacked_layers: the size of dim `layers`; rows beyond `num_layers` are padding.
-      embed: (params, batch, key) -> x, the input of the first layer.
       shared: (batch, x) -> further inputs of all layers, computed once for all layers of a stage.
       layer: (one layer's params, x, batch, shared, key, index) -> (x, its share of the model's `Auxiliary`).
-      loss: (params, x, batch) -> (sum, count, metrics), as in `LossSums`, where x is the output of the last layer.
-      evaluation: like `loss`, for evaluations.
-      count: batch -> the count of `loss`, which weights auxiliary losses.
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
       unroll: layers per iteration of a stage's loops over its layers.
-      head: the cost of `loss`, in layers.
       recomputes: whether layers have checkpoints of the user's own, whose values a backward computes again.
+      enter: (params, x, batch) -> x, what stands between the stack before it and this one; None for the first stack.
     """
 
     layers: str
     num_layers: int
     stacked_layers: int
-    embed: Callable[[Any, Batch, jax.Array | None], Any]
     shared: Callable[[Batch, Any], Any]
     layer: Callable[..., tuple[Any, Auxiliary]]
+    policy: Policy
+    unroll: int
+    recomputes: bool = False
+    enter: Callable[[Any, Any, Batch], Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineModel(LayerStack):
+    """The functions of a model that can be cut between its layers.
+
+    Args:
+      embed: (params, batch, key) -> x, the input of the first layer.
+      loss: (params, x, batch) -> (sum, count, metrics), as in `LossSums`, where x is the output of the last layer.
+      evaluation: like `loss`, for evaluations.
+      count: batch -> the count of `loss`, which weights auxiliary losses.
+      head: the cost of `loss`, in layers.
+      then: the stacks that follow the first one, as a decoder follows an encoder. Only a model of one stack has
+        auxiliary losses.
+    """
+
+    embed: Callable[[Any, Batch, jax.Array | None], Any]
     loss: Callable[[Any, Any, Batch], Totals]
     evaluation: Callable[[Any, Any, Batch], Totals]
     count: Callable[[Batch], jax.Array]
-    policy: Policy
-    unroll: int
     head: float = 0.0
-    recomputes: bool = False
+    then: tuple[LayerStack, ...] = ()
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        return (self, *self.then)
 
     def layer_counts(self) -> LayerCounts:
         return LayerCounts(self.num_layers, self.stacked_layers, self.head)

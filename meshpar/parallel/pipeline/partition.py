@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshpar.errors import ScheduleError
+from meshpar.parallel.pipeline.model import LayerCounts
 from meshpar.parallel.pipeline.schedule import Schedule
 
 
@@ -28,6 +30,19 @@ class StagePartition:
     @property
     def is_even(self) -> bool:
         return bool((self.layers >= 0).all())
+
+    def of(self, first: int, num_layers: int) -> StagePartition:
+        """The partition of the stack that begins with layer `first`, whose layers are numbered from 0.
+
+        >>> StagePartition(np.array([[[0, 1, 2]], [[3, 4, -1]]])).of(2, 3).layers.tolist()
+        [[[0, -1]], [[1, 2]]]
+        """
+        own = [[chunk[(chunk >= first) & (chunk < first + num_layers)] - first for chunk in row] for row in self.layers]
+        layers = np.full((*self.layers.shape[:2], max(len(chunk) for row in own for chunk in row)), -1, np.int32)
+        for stage, row in enumerate(own):
+            for place, chunk in enumerate(row):
+                layers[stage, place, : len(chunk)] = chunk
+        return StagePartition(layers)
 
     def lies_in_order(self, stored: int) -> bool:
         """Whether each stage computes with the layers that it stores, in that order, if it stores `stored` layers."""
@@ -57,6 +72,10 @@ def cut_layers(
         counts = as_stored  # with padding: no layer moves, and no stage has more to compute
     else:
         counts = _by_cost(num_layers, num_stages * schedule.chunks_per_stage, head)
+    return _partition(counts, schedule, num_stages, num_layers)
+
+
+def _partition(counts: tuple[int, ...], schedule: Schedule, num_stages: int, num_layers: int) -> StagePartition:
     _check(counts, schedule, num_stages, num_layers)
     layers = np.full((num_stages, schedule.chunks_per_stage, max(counts)), -1, np.int32)
     first = 0
@@ -65,6 +84,42 @@ def cut_layers(
         layers[stage, virtual // num_stages, :count] = range(first, first + count)
         first += count
     return StagePartition(layers)
+
+
+def cut_stacks(schedule: Schedule, num_stages: int, stacks: LayerCounts) -> StagePartition:
+    """As `cut_layers`, for stacks that follow each other. Layers are numbered through.
+
+    Raises:
+      ScheduleError: as in `cut_layers`.
+    """
+    costs = [1.0] * stacks.num_layers
+    for stack, cost in zip(stacks.then, stacks.costs, strict=True):
+        costs += [cost] * stack.num_layers
+    num_virtual = num_stages * schedule.chunks_per_stage
+    is_enough = len(costs) >= num_virtual
+    fairest = _fairest(costs, num_virtual, stacks.head) if is_enough else _by_cost(len(costs), num_virtual, 0.0)
+    return _partition(schedule.cut or fairest, schedule, num_stages, len(costs))
+
+
+def _fairest(costs: Sequence[float], num_parts: int, head: float) -> tuple[int, ...]:
+    """How many layers, one after the other, each part gets so that the most expensive one is cheapest.
+
+    >>> _fairest([1.0] * 4 + [2.0] * 4, 4, 0.0), _fairest([1.0] * 8, 4, 3.0)
+    ((3, 2, 1, 2), (2, 2, 3, 1))
+    """
+    total = [0.0, *np.cumsum(costs)]
+    num = len(costs)
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    for part in range(1, num_parts + 1):
+        for stop in range(part, num - num_parts + part + 1):
+            more = head if part == num_parts else 0.0
+            found = []
+            for start in range(part - 1, stop):
+                if before := best.get((part - 1, start)):
+                    cost = max(before[0], total[stop] - total[start] + more)
+                    found.append((cost, (*before[1], stop - start)))
+            best[part, stop] = min(found)
+    return best[num_parts, num][1]
 
 
 def _by_cost(num_layers: int, num_virtual: int, head: float) -> tuple[int, ...]:
