@@ -112,6 +112,20 @@ def collecting() -> Zoo:
     )  # fmt: skip
 
 
+def halves() -> Zoo:
+    """The dim that layers pass on is sharded over `tensor`."""
+
+    def init(key):
+        a, b = jax.random.split(key)
+        return {"layers": drawn(a, 8, WIDTH, WIDTH), "out": drawn(b, WIDTH, WIDTH)}
+
+    def loss(params, batch, key):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["layers"])
+        return jnp.square(x @ params["out"] - batch["y"]).mean()
+
+    return Zoo("halves", init, loss, rows(), dims={"layers": ("layers", "embed", "mlp")}, rules={"unnamed": ()})
+
+
 class Alternating(nnx.Module):
     """Blocks of two kinds in turn, in one list; each draws its dropout from a key of its own."""
 
@@ -241,7 +255,7 @@ def residual() -> Zoo:
 
 OWN = {
     "plain": plain, "collecting": collecting, "alternating": alternating, "residual": residual,
-    "translating": translating, "towers": towers, "marked": marked,
+    "translating": translating, "towers": towers, "marked": marked, "halves": halves,
 }  # fmt: skip
 ONE = {"vit", "lm1b_linen", "gpt2", "dit", "t5", "bert", "convnext", "towers", "gshard", "ragged_mixture"}
 """Models that draw random numbers, divide by a number of tokens or compare rows: only a whole batch has that loss."""
@@ -268,6 +282,7 @@ SAMPLE = [
     ("llama", "1f1b", "fsdp2_tensor2_sp"),
     ("plain", "zbv", "pipe4"),
     ("alternating", "zb_h1", "pipe2"),
+    ("halves", "1f1b", "data2_tensor2"),
     ("translating", "zbv", "pipe2"),
 ]
 

@@ -184,7 +184,7 @@ class _Stage:
         self.layers = {name: trained[name] for name in names}
         self.outer = {name: value for name, value in trained.items() if name not in names}
         x = jax.eval_shape(partial(self._embed, self.outer), micro)
-        self.x = self._typed(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x))
+        self.x = self._typed(jax.tree.map(zeros_of, x))
         counts = pipeline.parts.layer_counts().stacks
         parts = zip(self.parts.stacks, counts, pipeline.cuts(ctx), moves, strict=True)
         self.stacks = [
