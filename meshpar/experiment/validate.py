@@ -72,8 +72,9 @@ def check(run: Run, mesh: AnyMesh) -> None:
         problems.add("strict", what, "strict=false")
     run.model.check(task_of(run), ctx, problems)
     if not run.model.has_own_layers:
-        ctx = check_own_layers(ctx, "an imported model", problems)
-        check_stages(ctx, getattr(run.model, "manual", False), problems)
+        is_local = getattr(run.model, "manual", False)
+        ctx = check_own_layers(ctx, "an imported model", is_local, problems)
+        check_stages(ctx, is_local, problems)
     check_strategies(ctx, problems)
     _check_cache(run, problems)
     if run.model.has_own_layers:

@@ -41,7 +41,9 @@ def open_model(source: Path) -> tuple[Run, DecoderModel, dict[str, jax.Array]]:
     """
     run, params, saved = trained(source)
     if not (model := run.model.generation()):
-        raise CheckpointError(f"{saved.folder}: model.kind = {run.model.kind}: {model.because}")
+        what = "only meshpar's own decoders are exported"
+        fix = "pass a function of your own, of the parameters that meshpar.Checkpoints reads, to jax.export"
+        raise CheckpointError(f"{saved.folder}: model.kind = {run.model.kind}: {what}; {fix}")
     return run, model, params
 
 

@@ -109,6 +109,9 @@ class Import(ModelContract):
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
+        if task.distill:
+            what = "an imported model computes its loss itself, which has no teacher"
+            problems.add("distill", what, "no distill; or a loss of your own, loss: package.module:name, that calls it")
         if task.has_documents and task.loss.target is None:
             what = (
                 f"{self.target} is called with the tokens alone, so a token attends to other documents of its row too"

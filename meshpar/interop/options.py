@@ -72,7 +72,9 @@ class Options:
             problems.add("lora", what, "manual=False, or no lora")
         used = {
             "lora": self.lora, "prune": prune, "parallel.local": local, "freeze": self.freeze,
-            "precision.matmul": ctx.number_format,
+            "precision.matmul": ctx.number_format, "parallel.pipeline": ctx.parallel.pipeline,
+            "parallel.tensor.overlap": ctx.parallel.tensor.overlap != "none",
+            "parallel.fsdp.overlap": ctx.parallel.fsdp.in_chunks,
         }  # fmt: skip
         check_combinations([key for key, value in used.items() if value], problems)
 

@@ -499,7 +499,7 @@ def _check_arguments(
     for name in ("compute_dtype", "accum_dtype"):
         check_float64(name, getattr(ctx, name), problems)
     check_number_format(ctx, "your loss", is_local, problems)
-    ctx = check_own_layers(ctx, "your model", problems)
+    ctx = check_own_layers(ctx, "your model", is_local, problems)
     check_stages(ctx, is_local, problems)
     if ctx.schedule and ctx.schedule.is_stale and carries:
         what = "it carries the parameters before the last update, and the loss carries a state of its own"

@@ -24,32 +24,35 @@ class _OwnLayers:
     """A strategy that only meshpar's own layers contain.
 
     Args:
-      is_used: whether a context uses it.
+      is_used: whether a context uses it where a model cannot; the second argument says whether the model is written for
+        local shards.
       off: the value of the field of `Parallel` that turns it off.
       why: what a model of the user's own lacks.
       fix: how to turn it off.
     """
 
-    is_used: Callable[[ParallelContext], bool]
+    is_used: Callable[[ParallelContext, bool], bool]
     off: Any
     why: str
     fix: str
 
 
-_CHUNKS = "only meshpar's own layers communicate in chunks, not those of {model}"
+_LOCAL = "{model} is written for local shards, and communicates by itself"
 OWN_LAYERS = {
     "tensor": _OwnLayers(
-        lambda ctx: ctx.parallel.tensor.overlap != "none", TensorParallel(), _CHUNKS, "parallel.tensor.overlap=none"
+        lambda ctx, is_local: is_local and ctx.parallel.tensor.overlap != "none", TensorParallel(), _LOCAL,
+        "model.manual=false, or parallel.tensor.overlap=none",
     ),
     "fsdp": _OwnLayers(
-        lambda ctx: ctx.parallel.fsdp.overlap != "none", FullySharded(), _CHUNKS, "parallel.fsdp.overlap=none"
+        lambda ctx, is_local: is_local and ctx.parallel.fsdp.overlap != "none", FullySharded(), _LOCAL,
+        "model.manual=false, or parallel.fsdp.overlap=none",
     ),
     "context": _OwnLayers(
-        lambda ctx: ctx.parallel.context is not None and not ctx.manual, None,
+        lambda ctx, _: ctx.parallel.context is not None and not ctx.manual, None,
         "GSPMD gathers whole rows for the attention of {model}", "no parallel.context, or lowering=manual",
     ),
     "expert": _OwnLayers(
-        lambda ctx: ctx.parallel.expert not in (None, ExpertParallel()), None,
+        lambda ctx, _: ctx.parallel.expert not in (None, ExpertParallel()), None,
         "only meshpar's own experts exchange tokens so, not those of {model}", "no parallel.expert",
     ),
 }  # fmt: skip
@@ -64,16 +67,17 @@ def check_strategies(ctx: ParallelContext, problems: Problems) -> None:
     _check_reduction(ctx, problems)
 
 
-def check_own_layers(ctx: ParallelContext, model: str, problems: Problems) -> ParallelContext:
+def check_own_layers(ctx: ParallelContext, model: str, is_local: bool, problems: Problems) -> ParallelContext:
     """Adds each strategy that needs meshpar's own layers, for a model that has others.
 
     Args:
       model: what the messages call it.
+      is_local: whether it is written for local shards.
 
     Returns:
       The context without these strategies, for further checks.
     """
-    used = {name: one for name, one in OWN_LAYERS.items() if one.is_used(ctx)}
+    used = {name: one for name, one in OWN_LAYERS.items() if one.is_used(ctx, is_local)}
     for name, one in used.items():
         where = f"parallel.{name}.overlap" if name in ("tensor", "fsdp") else f"parallel.{name}"
         problems.add(where, one.why.format(model=model), one.fix)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from meshpar.errors import ConfigError, ShardingError
+from meshpar.errors import ConfigError, Problems, ShardingError
 from meshpar.mesh.varying import Axes, untyped, varies_over
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, current, manual, tracing
@@ -23,6 +23,7 @@ from meshpar.partition.plan import Scope
 from meshpar.partition.program import Program, Use
 from meshpar.partition.rules import RULES
 from meshpar.partition.segments import differentiable
+from meshpar.partition.streamed import streams
 from meshpar.sharding.resolve import live
 from meshpar.sharding.spec import ArraySpec
 
@@ -112,9 +113,23 @@ def planned(
         *(returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
         *(returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
     ]
+    _check_overlaps(scope)
     if ctx.strict:
         check_declared(moved_values(scope.program, ctx.axes("residual_seq")))
     return scope.program, jax.tree.structure(shapes)
+
+
+def _check_overlaps(scope: Scope) -> None:
+    """Raises ConfigError for an overlap that no product of a loss has."""
+    ctx, problems = scope.ctx, Problems()
+    if ctx.parallel.fsdp.in_chunks and not scope.in_chunks:
+        what = "no product of the loss is the only one to read a parameter of which one dim is stored in shards"
+        problems.add("parallel.fsdp.overlap", what, "parallel.fsdp.overlap=none")
+    if ctx.parallel.tensor.overlap != "none" and not streams(scope.program, ctx):
+        over = ", ".join(ctx.axes("residual_seq"))
+        what = f"no product of the loss gathers its input, or scatters its result, over {over}"
+        problems.add("parallel.tensor.overlap", what, "parallel.tensor.overlap=none; explain --activations lists moves")
+    problems.raise_any(ConfigError, "these overlaps have no effect:")
 
 
 @contextmanager

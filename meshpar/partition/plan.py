@@ -36,6 +36,8 @@ from meshpar.partition.source import Source
 Rules = Mapping[str, Callable[["Scope", Any, list[Any]], Sequence[Any]]]
 """Name of a primitive -> (scope, equation, nodes of its operands) -> nodes of its results."""
 MANY = 2
+COLLECTIVE_MATMUL = "collective matmul"
+"""The name of a product that communicates while it computes."""
 
 
 @dataclass(eq=False)
@@ -107,6 +109,8 @@ class Scope:
         self.caller: Source | None = outer.caller if outer else None
         self.in_8_bits: list[str] = outer.in_8_bits if outer else []
         """The lines of the products that are rounded to `ctx.number_format`."""
+        self.in_chunks: list[str] = outer.in_chunks if outer else []
+        """The lines of the products that gather their weights in chunks."""
         self.is_derivative = is_derivative or bool(outer and outer.is_derivative)
         self.program = Program(dict(ctx.mesh.shape))
         self.captured: list[tuple[Placed, int]] = []
@@ -127,6 +131,8 @@ class Scope:
     def input(self, layout: Layout) -> Placed:
         """A new argument of the program."""
         placed = self.register(layout)
+        if layout.stored:
+            placed.uses = 1  # `plan` counts how often it is read
         self.program.inputs.append(placed.register)
         return placed
 
@@ -143,10 +149,11 @@ class Scope:
         layouts: Sequence[Layout],
         source: Source,
         inner: tuple[tuple[Program, int], ...] = (),
+        equation: tuple[str, str, str] | None = None,
     ) -> list[Placed]:
         placed = [self.register(layout) for layout in layouts]
         outs = tuple(one.register for one in placed)
-        self.program.steps.append(Step(compute, tuple(uses), outs, source, inner))
+        self.program.steps.append(Step(compute, tuple(uses), outs, source, inner, equation))
         return placed
 
     def mark(self) -> tuple[Any, ...]:
@@ -216,14 +223,20 @@ class Scope:
     # Operations --------------------------------------------------------------------------------------------------
 
     def operation(
-        self, eqn: Any, signature: Signature, nodes: Sequence[Any], assigned: Assigned | None = None
+        self,
+        eqn: Any,
+        signature: Signature,
+        nodes: Sequence[Any],
+        assigned: Assigned | None = None,
+        stored: int | None = None,
     ) -> list[Placed]:
         """Plans an operation by its signature.
 
         Args:
           assigned: the axes that shard its labels. Default: the operands decide.
+          stored: an operand that is stored in shards, which the operation gathers itself.
         """
-        nodes = [self.ready(node, self.source(eqn)) for node in nodes]
+        nodes = [node if i == stored else self.ready(node, self.source(eqn)) for i, node in enumerate(nodes)]
         partial = self._passing(signature, nodes)
         given = assigned
         assigned = self.assigned(signature, nodes, bool(partial)) if given is None else given
@@ -238,6 +251,9 @@ class Scope:
             self.use(one, sharded(labels, assigned), partial) for one, labels in zip(placed, signature.ins, strict=True)
         ]
         varies = frozenset().union(*(use.varies for use in uses))
+        if stored is not None:
+            varies |= nodes[stored].layout.varies | {a for _, axes in nodes[stored].layout.stored for a in axes}
+            uses[stored] = Use(placed[stored].register)
         uses = [replace(use, varies=varies) for use in uses]
         layouts = self._results(eqn, signature, nodes, assigned, varies, partial)
         local_shapes = tuple(layout.local_shape(self.sizes) for layout in layouts)
@@ -246,7 +262,12 @@ class Scope:
         def compute(*shards: Any) -> Sequence[Any]:
             return signature.compute(call, *shards)
 
-        return self.step(compute, uses, layouts, self.source(eqn))
+        source = self.source(eqn)
+        if stored is not None:
+            return self.step(compute, uses, layouts, replace(source, name=COLLECTIVE_MATMUL))
+        # JAX does not differentiate a derivative, and the products of `streamed` are differentiated.
+        equation = None if self.is_derivative else signature.equation
+        return self.step(compute, uses, layouts, source, equation=equation)
 
     def assigned(self, signature: Signature, nodes: Sequence[Any], passes: bool = False) -> Assigned:
         """The axes that the operands decide on."""

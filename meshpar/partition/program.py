@@ -63,6 +63,7 @@ class Step:
       compute: (*local shards) -> local results.
       source: the operation of the user's program, and its line.
       inner: programs that it contains, such as the body of a loop, with how often each runs.
+      equation: see `Signature`.
     """
 
     compute: Callable[..., Sequence[Any]]
@@ -70,6 +71,7 @@ class Step:
     outs: tuple[Register, ...]
     source: Source
     inner: tuple[tuple[Program, int], ...] = ()
+    equation: tuple[str, str, str] | None = None
 
 
 @dataclass

@@ -18,6 +18,7 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import CHEAP, gathering_again
 from meshpar.partition.layout import Layout, Sizes
 from meshpar.partition.program import Program, Register, Step, Use
+from meshpar.partition.streamed import streamed
 
 VIEWS = {"slice", "concatenate", "split", "pad", "rev", "sin", "cos", "expand_dims", "reduce_max", "stop_gradient"}
 PRODUCT = "dot_general"
@@ -33,6 +34,7 @@ def differentiable(program: Program, ctx: ParallelContext) -> Callable[..., list
     Under ZeRO-3 the backward gathers the parameters again. If the program's loops gather layers again, it holds its
     other parameters, which are those of the model's ends.
     """
+    program = streamed(program, ctx)
     loops = (inner for step in program.steps for inner, _ in step.inner)
     if ctx.rules.zero_stage == 3 and _gathers(program) and not any(map(_gathers, loops)):
         return jax.checkpoint(program.run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))

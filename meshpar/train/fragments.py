@@ -11,8 +11,21 @@ from typing import Any
 import jax
 import optax
 
+from meshpar.errors import ConfigError
 from meshpar.sharding.resolve import Placement
 from meshpar.train.layer_order import LAYERS
+
+
+def check_fragments(num: int, placements: Any) -> None:
+    """Raises ConfigError if a fragment would have no parameter: its rounds would send nothing."""
+    dims = [(placement.spec.dims, placement.spec.shape) for placement in jax.tree.leaves(placements)]
+    most = max((shape[names.index(LAYERS)] for names, shape in dims if LAYERS in names), default=0)
+    if most < num - 1:
+        raise ConfigError(
+            f"parallel.local.fragments: {num} fragments take turns with the layers of a stack, and the model has {most}"
+            f" stacked layers; name the first dim of a scan's parameters {LAYERS!r}, or parallel.local.fragments="
+            f"{most + 1}"
+        )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
 from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation
+from meshpar.train.fragments import check_fragments
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
@@ -114,7 +115,7 @@ class Training:
 
         Raises:
           ShardingError: parameters, carried state or optimizer state cannot be sharded by the rules.
-          ConfigError: local updates cannot average the state that steps change.
+          ConfigError: local updates cannot average the state that steps change, or a fragment has no parameter.
         """
         local = self.ctx.local
         alone = self.slice_placement
@@ -124,6 +125,7 @@ class Training:
         if self.carried or (state_params and state_params.paths):
             what = "steps change state of the model other than parameters, which slices do not average"
             raise ConfigError(f"parallel.local: {what}; set parallel.local=null")
+        check_fragments(local.fragments, alone.trained)
         return place_slices(alone, place_opt_state(alone.trained, local.outer.build(), self.mesh), local)
 
     @cached_property

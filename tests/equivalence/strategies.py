@@ -15,7 +15,7 @@ from meshpar import AxisRules, MeshLayout, Training, training
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.trial import QUICK
 from tests.zoo import MODELS, Zoo, vit
-from tests.zoo.parts import accuracy, cross_entropy
+from tests.zoo.parts import SEQ, accuracy, cross_entropy
 from tests.zoo.reference import first, moved
 
 ROWS = 16
@@ -28,6 +28,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[str]]] = {
     "cube": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"]),
     "hsdp": ({"replica": 2, "fsdp": 2, "tensor": 2}, ["hsdp", "megatron"]),
     "fsdp4": ({"fsdp": 4}, ["fsdp"]),
+    "expert4": ({"expert": 4}, ["experts"]),
+    "sequence": ({"data": 2, "tensor": 4}, ["megatron_sp"]),
 }
 KERNELS = {"vit": ["**.query", "**.Dense_*"], "t5": ["**.query", "**.wi_0.*"], "gshard": ["**.wi", "**.wo"]}
 """Model -> globs of kernels that LoRA adapts."""
@@ -55,25 +57,27 @@ def batches(name: str, num: int) -> list[dict[str, np.ndarray]]:
     return [{key: x[order] for key, x in model(name)[0].batch.items()} for order in orders]
 
 
-def adopted(name: str, layout: str, tx: Any = None, init: Any = None, **options: Any) -> Training:
+def adopted(name: str, layout: str, tx: Any = None, init: Any = None, loss: Any = None, **options: Any) -> Training:
     """A training of the model in float64."""
     zoo, params = model(name)
     sizes, presets = LAYOUTS[layout]
     mesh = MeshLayout(**sizes)
+    if layout == "sequence":
+        options["batch_dims"] = {key: ("batch", "seq") for key, x in zoo.batch.items() if x.shape[1:] == (SEQ,)}
 
     def moved_init(key):
         return jax.tree.unflatten(jax.tree.structure(zoo.init(key)), jax.tree.leaves(params))  # in Linen's boxes
 
     return training(
-        init or moved_init, zoo.loss, tx or optax.sgd(RATE),
+        init or moved_init, loss or zoo.loss, tx or optax.sgd(RATE),
         dict(zoo.batch), mesh=mesh.build(jax.devices()[: mesh.requested()]),
         rules=AxisRules(preset=presets, **zoo.rules), dims=zoo.dims, **{"compute_dtype": np.float64} | options,
     )  # fmt: skip
 
 
-def trained(made: Training, name: str, num_steps: int = 2) -> tuple[list[float], Any]:
+def trained(made: Training, name: str, num_steps: int = 2, step: Any = None) -> tuple[list[float], Any]:
     """The losses of some steps, and the last state."""
-    step, state = made.compile_step(QUICK), made.compile_init(QUICK)()
+    step, state = step or made.compile_step(QUICK), made.compile_init(QUICK)()
     losses = []
     for batch in batches(name, num_steps):
         state, metrics = step(state, made.put(batch))

@@ -10,23 +10,30 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
-from meshpar import ConfigError, Parallel, Reduce, averaged, inspect, verify
+from meshpar import ConfigError, Parallel, Reduce, ShardingError, averaged, inspect, training, verify
 from meshpar.collectives.algorithms import ALGORITHMS
+from meshpar.cost.flops import flops, traced_products
+from meshpar.cost.traced import traced_collectives, traffic
 from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import prepare
+from meshpar.inspection.contract import Contract
 from meshpar.mesh.layout import MeshLayout
 from meshpar.optim import AdamW
 from meshpar.parallel import quantized
+from meshpar.parallel.context import prefetch_option
 from meshpar.partition.rules import derivatives
 from meshpar.train.error_feedback import REDUCE
 from meshpar.train.program import shardings, with_rows
 from meshpar.tree import flatten_with_paths, map_with_path, matching
+from meshpar.verification.trial import QUICK
 from tests.comparison import largest_difference
 from tests.equivalence import test_zoo as zoo_tests
 from tests.equivalence.strategies import (
@@ -42,6 +49,8 @@ from tests.equivalence.strategies import (
     plain_loss,
     trained,
 )
+from tests.zoo import gshard, t5, vit
+from tests.zoo.parts import SEQ
 
 EXACT = 1e-10
 
@@ -267,11 +276,102 @@ def verified(name):
     assert found.is_equal and any("resumed" in row.name for row in found.rows)
 
 
-def overlap(way, name):
-    adopted(name, "cube", parallel=Parallel(fsdp={"overlap": way}))
+# Overlap ------------------------------------------------------------------------------------------------------------
+
+GATHERED_AGAIN = {"gshard": 1, "t5": 5}
+"""Model -> how often products gather tokens while they multiply. The gradients of their weights gather them again."""
+TOKENS = ROWS // 2 * SEQ * 32 * 8
+"""Bytes of a device's rows in float64, which are 32 wide in both models."""
 
 
-STRATEGIES: dict[str, tuple[Callable[[str], None], str]] = {
+def overlapped(field, way, name):
+    """Chunks travel instead of whole arrays, with the same bytes; a gradient of a weight gathers its tokens again."""
+    layout = {"tensor": "sequence", "fsdp": "cube"}[field]
+    made = adopted(name, layout, parallel=Parallel(**{field: {"overlap": way}}))
+    steps = [one.compile_step(QUICK) for one in (made, adopted(name, layout))]
+    losses, state = trained(made, name, step=steps[0])
+    assert difference((losses, state.params), by_hand(name)) < EXACT
+    chunked, whole = (inspect(step.compiled, made.mesh) for step in steps)
+    kinds = [[one.kind for one in found.collectives] for found in (chunked, whole)]
+    assert "collective_permute" in kinds[0] and kinds[0].count("all_gather") < kinds[1].count("all_gather")
+    sent = dict(whole.bytes_per_axis)
+    if field == "tensor":
+        sent["tensor"] += GATHERED_AGAIN[name] * TOKENS * 3 // 4
+    assert dict(chunked.bytes_per_axis) == sent
+
+
+def prefetched_weights(name):
+    """An option of XLA for GPUs and TPUs; on CPUs the program is the same."""
+    early, late = (adopted(name, "cube", parallel=Parallel(fsdp={"overlap": way})) for way in ("prefetch", "none"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshpar.parallel.context.platform_of", lambda mesh: "gpu")
+        assert early.ctx.compiler_options == prefetch_option("gpu") != late.ctx.compiler_options
+
+
+# What a step computes, keeps and sends -------------------------------------------------------------------------------
+
+
+LOGITS: dict[str, Callable[..., Any]] = {
+    "vit": lambda params, batch: vit.ViT().apply({"params": params}, batch["image"]),
+    "t5": lambda params, batch: t5.T5().apply({"params": params}, batch["inputs"], batch["targets"]),
+    "gshard": lambda params, batch: gshard.Model().apply({"params": params}, batch["tokens"])[0],
+}
+
+
+def distilled(name):
+    """A loss that calls a teacher: the cross entropy of the student's logits under the teacher's."""
+    teacher = jax.tree.map(lambda x: x + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)), model(name)[1])
+
+    def loss(params, batch, key=None):
+        wanted = jax.nn.softmax(LOGITS[name](teacher, batch))
+        return -jnp.mean(jnp.sum(wanted * jax.nn.log_softmax(LOGITS[name](params, batch)), -1))
+
+    losses, state = trained(adopted(name, "cube", loss=loss), name)
+    assert difference((losses, state.params), by_hand(name, loss=loss)) < EXACT
+
+
+def remat_by_names(name):
+    """What a policy names is saved: the backward computes fewer products again."""
+
+    def naming(call, args, kwargs, context):
+        x = call(*args, **kwargs)
+        return checkpoint_name(x, "dense") if isinstance(context.module, nn.Dense | nn.DenseGeneral) else x
+
+    def loss(*saved):
+        def named(*arguments):
+            with nn.intercept_methods(naming):
+                return model(name)[0].loss(*arguments)
+
+        return jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names(*saved))
+
+    some = adopted(name, "cube", loss=loss("dense"))
+    losses, state = trained(some, name)
+    assert difference((losses, state.params), by_hand(name)) < EXACT
+    counted = [inspect(one.compile_step(QUICK).compiled).flops for one in (some, adopted(name, "cube", loss=loss()))]
+    assert counted[0] < counted[1]
+
+
+def evaluated(name):
+    made = adopted(name, "cube")
+    (batch,) = batches(name, 1)
+    found = jax.device_get(made.compile_evaluation()(made.compile_init(QUICK)().params, made.put(batch), {}))
+    expected = float(plain_loss(name)(model(name)[1], batch))
+    assert abs(found["loss"] / found["tokens"] - expected) < EXACT
+
+
+def contract(name):
+    """A contract holds the compiled step to the bytes of the traced one; it computes no more FLOPs."""
+    made = adopted(name, "cube")
+    step = jax.make_jaxpr(made.step)(made.placement.structs, made.batch | made.given)
+    traced = traffic(traced_collectives(step, 4))
+    found = inspect(made.compile_step(QUICK).compiled, made.mesh)
+    limits = {",".join(axes): "traced" for axes in traced}
+    assert not Contract(bytes_per_axis=limits).check(found, traced, 1).found
+    assert Contract(all_gather=0).check(found, traced, 1).found
+    assert 0 < found.flops <= sum(flops(traced_products(step), made.mesh.size).values())
+
+
+STRATEGIES: dict[str, tuple[Callable[[str], None], str | None]] = {
     "declared reduction": (reduction, "gshard"),
     "reduction in int8": (reduction_in_int8, "gshard"),
     "reduction in 1 bit": (partial(error_feedback, "onebit"), "gshard"),
@@ -290,14 +390,22 @@ STRATEGIES: dict[str, tuple[Callable[[str], None], str]] = {
     "optimizer on the host": (offloaded_optimizer, "gshard"),
     "optimizer of a config": (meshpars_optimizer, "gshard"),
     "verify and resume": (verified, "gshard"),
-    "overlapped products": (partial(overlap, "ring"), "gshard"),
+    "overlap of weights, in a ring": (partial(overlapped, "fsdp", "ring"), "gshard"),
+    "overlap of tokens, in both directions": (partial(overlapped, "tensor", "bidirectional"), "gshard"),
+    "overlap of weights, in both directions": (partial(overlapped, "fsdp", "bidirectional"), "gshard"),
+    "prefetch of weights": (prefetched_weights, None),
+    "overlap of tokens, in a ring": (partial(overlapped, "tensor", "ring"), "t5"),
+    "evaluation": (evaluated, None),
+    "distillation, by a loss": (distilled, "gshard"),
+    "contract of bytes": (contract, None),
+    "recomputation by names": (remat_by_names, "gshard"),
 }
-"""Strategy -> its test, and the model with which CI tries every second one."""
+"""Strategy -> its test, and the model, if any, with which CI tries every second one."""
 MODELS = ("vit", "t5", "gshard")
 NO_PRODUCT = "no product of the loss has an activation and a parameter"
 REFUSED = {
     **{("gshard", f"products in {name}"): NO_PRODUCT for name in ("int8", "fp8")},
-    **{(name, "overlapped products"): "only meshpar's own layers communicate in chunks" for name in MODELS},
+    **{("vit", f"overlap of tokens, in {way}"): "activation_dims" for way in ("a ring", "both directions")},
 }
 """What is refused, and why. Experts, a router and a head, which gshard has, are not rounded."""
 
@@ -315,7 +423,7 @@ def test_a_strategy_acts_as_its_theory_says(name, strategy):
     if (name, strategy) not in REFUSED:
         check(name)
         return
-    with pytest.raises(ConfigError, match=REFUSED[name, strategy]):
+    with pytest.raises((ConfigError, ShardingError), match=REFUSED[name, strategy]):
         check(name)
 
 
@@ -324,6 +432,29 @@ def test_a_strategy_acts_as_its_theory_says(name, strategy):
 def test_each_algorithm_is_equal_to_one_device(algorithm):
     reduce = Reduce(algorithm=algorithm, bucket_bytes="3KiB")
     assert equals("gshard", "data8", parallel=Parallel(gradient_reduction=reduce)) < EXACT
+
+
+def test_an_overlap_that_no_product_has_is_refused():
+    def loss(params, batch, key):
+        return jnp.mean(jnp.square(batch["x"] * params["scale"]))
+
+    made = training(
+        lambda key: {"scale": jnp.ones(8)}, loss, optax.sgd(RATE), {"x": np.ones((ROWS, 8))}, mesh="fsdp=8",
+        rules={"preset": ["fsdp"]}, dims={"scale": ("embed",)}, parallel=Parallel(fsdp={"overlap": "ring"}),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"parallel.fsdp.overlap\n    no product of the loss .*\n    parallel.fsdp"):
+        _ = made.activations
+
+
+def test_a_mixture_written_with_one_hots_sends_tokens_to_experts_alone():
+    """GShard's all-to-all: each device sends all but its own experts' places, and their gradients come back."""
+    made = adopted("gshard", "expert4")
+    found = inspect(made.compile_step(QUICK).compiled, made.mesh).collectives
+    sent = sum(one.full_bytes * one.times for one in found if one.kind == "all_to_all") * 3 / 4
+    groups, experts, layers, choices, itemsize = ROWS // 4, gshard.EXPERTS, 2, 2, 8
+    tokens = experts * groups * gshard.CAPACITY * gshard.WIDTH * itemsize  # [expert, group, place, width]
+    masks = choices * groups * SEQ * experts * itemsize  # [group, token, expert], which have no gradient
+    assert sent == layers * (2 * tokens + masks) * 3 / 4
 
 
 LLAMAS = [

@@ -215,7 +215,7 @@ STRATEGIES = {
     ),
     "an overlap": (
         {"parallel": Parallel(tensor=TensorParallel(overlap="ring"))},
-        "parallel.tensor.overlap\n    only meshpar's own layers communicate in chunks, not those of your model",
+        "parallel.tensor.overlap\n    nothing to overlap: the rules do not shard residual_seq",
     ),
     "the ring, written out": (
         {"parallel": Parallel(context="ring")},
@@ -238,6 +238,8 @@ def test_a_strategy_without_effect_is_refused(case, how):
     more, message = STRATEGIES[case]
     if how == "auto" and case == "the ring, written out":
         message = "parallel.context\n    GSPMD gathers whole rows for the attention of your model"
+    if how == "local" and case == "an overlap":
+        message = "parallel.tensor.overlap\n    your model is written for local shards, and communicates by itself"
     if how != "auto" and case == "a reduction":
         traced(**WAYS[how], **more)
         return

@@ -280,6 +280,8 @@ def test_an_imported_model_generates_and_is_served(meshpar):
         for _ in range(4):
             row.append(int(own.apply({"params": params}, jnp.array([row]))[0, -1].argmax()))
         assert completion.tokens == row[len(prompt) :]
+    code, output = meshpar("export", "run", "out")
+    assert (code, output.endswith("meshpar.Checkpoints reads, to jax.export\n")) == (2, True)
     assert "each token recomputes its row, without a cache" in str(generated)
     assert "each token recomputes its row, without a cache" in str(engine)
 
@@ -513,7 +515,13 @@ def test_an_imported_model_with_a_pipeline_or_an_overlap_is_refused(meshpar):
         "pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into stages\n"
         in output
     )
-    assert "only meshpar's own layers communicate in chunks, not those of an imported model" in output
+    assert "an imported model is written for local shards, and communicates by itself" in output
+
+
+def test_an_imported_model_with_a_teacher_is_refused(meshpar):
+    code, output = meshpar("explain", "config.yaml", "distill={teacher: teacher}")
+    assert code == 2
+    assert "distill\n    an imported model computes its loss itself, which has no teacher\n    no distill; or" in output
 
 
 PIPED = [

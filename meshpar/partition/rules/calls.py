@@ -14,6 +14,7 @@ from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
 from meshpar.partition.rules.rule import Rule, signed
+from meshpar.partition.streamed import streamed
 
 
 def inlined(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -31,7 +32,7 @@ def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     inner.program.outputs = [Use(one.register) for one in outs]
     policy = eqn.params["policy"]
     again = jax.checkpoint(
-        inner.program.run,
+        streamed(inner.program, scope.ctx).run,
         policy=policy and gathering_again(policy),
         prevent_cse=eqn.params["prevent_cse"],
     )

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshpar.parallel.linear import matmul
 from meshpar.partition.plan import Scope
+from meshpar.partition.rules.chunks import gathering, in_chunks, lettered
 from meshpar.partition.rules.quantized import in_8_bits
 from meshpar.partition.rules.rule import Rule, bind, same, signed
 from meshpar.partition.signature import Call, Compute, Signature
@@ -24,7 +26,15 @@ def dot_general(eqn: Any) -> Signature:
     out = (*batch_labels, *(x for x in left if x not in shared), *(x for x in right if x not in shared))
     summed = tuple(left[i] for i in contracting[0])
     compute = _by_matrix(len(contracting[0])) if _is_by_matrix(eqn) else same(eqn)
-    return Signature((left, right), (out,), compute, summed=summed)
+    equation = lettered((left, right), out) if _is_plain(eqn) else None
+    return Signature((left, right), (out,), compute, summed=summed, equation=equation)
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Whether the product is one of floats of one dtype, to whose precision nothing is asked."""
+    left, right = (v.aval.dtype for v in eqn.invars)
+    is_default = eqn.params["precision"] is None and eqn.params["preferred_element_type"] in (None, left)
+    return is_default and left == right and jnp.issubdtype(left, jnp.floating)
 
 
 def _is_by_matrix(eqn: Any) -> bool:
@@ -32,10 +42,9 @@ def _is_by_matrix(eqn: Any) -> bool:
     (contracting, batch) = eqn.params["dimension_numbers"]
     left, right = (v.aval for v in eqn.invars)
     num = len(contracting[0])
-    is_plain = eqn.params["precision"] is None and eqn.params["preferred_element_type"] in (None, left.dtype)
     lasts = (*range(left.ndim - num, left.ndim),)
     fits = (*contracting[0],) == lasts and (*contracting[1],) == (*range(num),) and not batch[0]
-    return fits and is_plain and 0 < num < left.ndim and num < right.ndim and left.dtype == right.dtype
+    return fits and _is_plain(eqn) and 0 < num < left.ndim and num < right.ndim
 
 
 def _by_matrix(num_contracted: int) -> Compute:
@@ -52,6 +61,8 @@ def _by_matrix(num_contracted: int) -> Compute:
 def product(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A product; in 8 bits where a layer multiplies by its weights, if the context asks for it."""
     signature = dot_general(eqn)
+    if (of_w := in_chunks(scope, eqn, signature, nodes)) is not None:
+        return scope.operation(eqn, gathering(scope, signature, nodes, of_w), nodes, stored=of_w)
     return scope.operation(eqn, in_8_bits(scope, eqn, signature, nodes) or signature, nodes)
 
 

@@ -58,7 +58,7 @@ def in_8_bits(scope: Scope, eqn: Any, signature: Signature, nodes: list[Any]) ->
         turned = y.reshape(*local[after:], *local[:after])
         return [jnp.moveaxis(turned, range(num_rows), range(after, len(local))).astype(dtype)]
 
-    return replace(signature, compute=compute)
+    return replace(signature, compute=compute, equation=None)
 
 
 def _split(labels: tuple[Any, ...], contracting: Any) -> tuple[list[Any], list[Any]]:
