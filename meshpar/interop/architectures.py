@@ -13,7 +13,7 @@ from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import KINDS
 from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import LARGEST, REQUIRED, WITHOUT_EFFECT, Architecture, Json
+from meshpar.models.foreign import ABOUT, LARGEST, REQUIRED, WITHOUT_EFFECT, Architecture, Json
 from meshpar.nn.transformer import TRAINING_FIELDS
 
 MODELS: dict[str, type[DecoderModel]] = {
@@ -79,7 +79,7 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
     """The values that transformers' config class has after it read a `config.json`.
 
     Other names of a key are replaced by its own name, and a missing key has the default of the class. Keys that the
-    class does not have are left out: transformers does not read them either.
+    class does not have are left out, see `unread`: transformers does not read them either.
     """
     own = CONFIG_CLASSES[kind]
     defaults = own.defaults
@@ -101,6 +101,17 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
             fix = "download the checkpoint in bfloat16" if key == "quantization_config" else ""
             found.add(key, what, fix)
     return {**defaults, **given}
+
+
+def unread(config: Json) -> list[str]:
+    """The keys that set something which neither transformers nor meshpar reads: the class of the model has no such key.
+
+    A window of a llama, or the cap of another family's logits: whoever wrote it expected an effect.
+    """
+    own = CONFIG_CLASSES[kind_of(config)]
+    known = {*own.defaults, *own.aliases, *own.aliases.values(), *own.beside, *WITHOUT_EFFECT, *REQUIRED, *ABOUT}
+    keys = [key for key, value in config.items() if value not in (None, False, [], {})]
+    return [key for key in keys if key not in known and not key.startswith("_") and key != "layer_types"]
 
 
 def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, found: Problems) -> None:

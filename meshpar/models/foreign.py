@@ -150,6 +150,11 @@ WITHOUT_EFFECT = frozenset({
     "bos_token_id", "eos_token_id", "pad_token_id",
 })  # fmt: skip
 """Keys of transformers' config classes that do not change the logits of a model that generates text."""
+ABOUT = frozenset({
+    "model_type", "torch_dtype", "auto_map", "n_ctx", "task_specific_params", "gradient_checkpointing",
+    "predict_special_tokens", "unsloth_version", "unsloth_fixed", "transformers.js_config",
+})  # fmt: skip
+"""Keys outside of the config classes that published files have, about the file and the programs that wrote it."""
 
 
 @dataclass(frozen=True)

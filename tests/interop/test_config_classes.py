@@ -96,6 +96,40 @@ def test_a_missing_key_has_the_default_of_its_own_class(kind, tmp_path):
     assert model_of({"model_type": kind} | OWN.get(kind, {})) is not None
 
 
+UNREAD = "so neither transformers nor meshpar reads it"
+
+
+def keys_of_others(kind: str) -> dict[str, Any]:
+    """Keys of the other classes, which this one does not have, and one that no class has."""
+    others = {key: value for own in CONFIG_CLASSES.values() for key, value in own.defaults.items()}
+    others |= {"sliding_window": 5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 16, "n_inner": 16}
+    taken = {*CONFIG_CLASSES[kind].defaults, *CONFIG_CLASSES[kind].aliases, *CONFIG_CLASSES[kind].aliases.values()}
+    taken |= CONFIG_CLASSES[kind].beside | WITHOUT_EFFECT | REQUIRED.keys() | {"layer_types"}
+    kept = {key: value for key, value in others.items() if key not in taken and value not in (None, False, [], {})}
+    return kept | {"final_logit_softcapping": 0.1}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_keys_of_other_classes_change_no_logit_in_transformers_and_are_named(kind, tmp_path):
+    more = keys_of_others(kind)
+    folder = saved_with(TINY[kind], tmp_path)
+    want = logits(loaded(folder), TOKENS)
+    (folder / "config.json").write_text(json.dumps(TINY[kind] | more))
+    np.testing.assert_array_equal(logits(loaded(folder), TOKENS), want)
+    with pytest.warns(UserWarning, match=UNREAD) as warned:
+        found = open_pretrained(folder)
+    (text,) = [str(one.message) for one in warned]
+    assert text.startswith(f"{folder}/config.json: {', '.join(more)}: {CONFIG_CLASSES[kind].called} has no such key")
+    assert canonical(found.model) == model_of(TINY[kind])
+
+
+def test_keys_about_the_file_and_keys_that_are_off_are_not_named(tmp_path):
+    about = {"torch_dtype": "float32", "_name_or_path": "x", "auto_map": {"a": "b"}, "sliding_window": None}
+    folder = saved_with(TINY["llama"], tmp_path)
+    (folder / "config.json").write_text(json.dumps(TINY["llama"] | about))
+    open_pretrained(folder)  # a warning would be an error
+
+
 def check_logits(folder: Path, config: dict[str, Any], changes: dict[str, Any] | None = None) -> None:
     """Compares the logits of a folder with those of transformers; `changes` of our model must change them."""
     want = logits(loaded(saved_with(config, folder)), TOKENS)
@@ -141,6 +175,7 @@ def of_case(case: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", [case if case in IN_CI else pytest.param(case, marks=pytest.mark.slow) for case in WINDOWS]
 )
+@pytest.mark.filterwarnings(f"ignore:.*{UNREAD}")
 def test_windows_are_those_of_transformers(case, tmp_path):
     has_window = case not in ("qwen3_moe_unused", "llama_has_none")
     check_logits(tmp_path, of_case(case), {"window": None, "global_layers": ()} if has_window else None)
