@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from meshpar.config import flatten
-from meshpar.errors import CheckpointError, ConfigError, Problems, excerpt
+from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.safetensors import Tensor, tensors_in
@@ -261,9 +260,6 @@ def open_pretrained(folder: Path) -> Pretrained:
     Raises:
       CheckpointError: lists every problem: an unknown architecture, a truncated file, a wrong header, a missing or an
         unknown tensor, or a shape that differs from the config's.
-
-    Warns:
-      UserWarning: names the keys of the config that neither transformers nor meshpar reads.
     """
     problems = Problems()
     if not folder.exists():
@@ -274,7 +270,6 @@ def open_pretrained(folder: Path) -> Pretrained:
     model = architectures.read(config, str(folder / CONFIG), problems, most_layers) if config else None
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
-    _warn_of_unread(folder, config)
     names = names_of(model, config["model_type"])
     prefix = names[0][0].partition(".")[0] + "."  # missing in checkpoints without an output projection
     tensors = {
@@ -288,13 +283,6 @@ def open_pretrained(folder: Path) -> Pretrained:
     _compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
-
-
-def _warn_of_unread(folder: Path, config: dict[str, Any]) -> None:
-    if keys := architectures.unread(config):
-        called = architectures.CONFIG_CLASSES[architectures.kind_of(config)].called
-        what = f"{called} has no such key, so neither transformers nor meshpar reads it"
-        warnings.warn(f"{folder / CONFIG}: {', '.join(map(excerpt, keys))}: {what}", UserWarning, stacklevel=3)
 
 
 def hub_hint(path: Path) -> str:
