@@ -11,9 +11,9 @@ import pydantic
 
 from meshpar.errors import Problems, excerpt, nearest
 from meshpar.models import KINDS
-from meshpar.models.config_classes import CONFIG_CLASSES
+from meshpar.models.config_classes import CONFIG_CLASSES, ConfigClass
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import LARGEST, REQUIRED, WITHOUT_EFFECT, Architecture, Json
+from meshpar.models.foreign import LARGEST, NEUTRAL, OUTSIDE, REQUIRED, WITHOUT_EFFECT, Architecture, Json
 from meshpar.nn.transformer import TRAINING_FIELDS
 
 MODELS: dict[str, type[DecoderModel]] = {
@@ -79,7 +79,7 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
     """The values that transformers' config class has after it read a `config.json`.
 
     Other names of a key are replaced by its own name, and a missing key has the default of the class. Keys that the
-    class does not have are left out: transformers does not read them either.
+    class does not have are left out, as transformers does, and refused if they might ask for another model.
     """
     own = CONFIG_CLASSES[kind]
     defaults = own.defaults
@@ -89,6 +89,7 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
     for key, value in config.items():
         name = called.get(key, key)
         if name not in defaults and name not in own.beside:
+            _check_unknown(name, value, own, found)
             continue
         if name in given and given[name] != value:
             found.add(key, f"is {excerpt(repr(value))}, and {name}, the same setting, is {excerpt(repr(given[name]))}")
@@ -101,6 +102,21 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
             fix = "download the checkpoint in bfloat16" if key == "quantization_config" else ""
             found.add(key, what, fix)
     return {**defaults, **given}
+
+
+def _check_unknown(key: str, value: Any, own: ConfigClass, found: Problems) -> None:
+    """Reports a key that the class does not have: whoever wrote it expected an effect.
+
+    It is a typing error, or the file of another model that only looks like one of this class.
+    """
+    is_known = key.startswith("_") or key in OUTSIDE | WITHOUT_EFFECT
+    neutral = REQUIRED | NEUTRAL
+    is_neutral = value is None or (key in neutral and value == neutral[key])
+    if is_known or is_neutral or key == "layer_types":  # which `_check_layer_types` compares with the layers
+        return
+    near = nearest(key, own.defaults)
+    fix = "leave it out, to compute what transformers does" + (f"; did you mean {near}?" if near else "")
+    found.add(key, f"is {excerpt(repr(value))}, and {own.called} has no such key", fix)
 
 
 def _check_sizes(sizes: Json, architecture: Architecture, most_layers: int, found: Problems) -> None:

@@ -150,6 +150,37 @@ WITHOUT_EFFECT = frozenset({
     "bos_token_id", "eos_token_id", "pad_token_id",
 })  # fmt: skip
 """Keys of transformers' config classes that do not change the logits of a model that generates text."""
+OUTSIDE = frozenset({
+    # of the file, of the program that wrote it, and of what a model returns
+    "model_type", "torch_dtype", "auto_map", "tokenizer_class", "task_specific_params", "finetuning_task",
+    "output_attentions", "use_return_dict", "unsloth_fixed", "unsloth_version", "transformers.js_config",
+    # of training, of encoders, of the way in which the same numbers are computed
+    "num_labels", "classifier_dropout", "gradient_checkpointing", "is_decoder", "tie_encoder_decoder",
+    "cross_attention_hidden_size", "attn_implementation", "torchscript", "tf_legacy_loss", "use_bfloat16",
+    # other names of a size, and what Qwen's layers with a window would count
+    "n_ctx", "model_max_length", "seq_length", "max_window_layers", "is_llama_config", "predict_special_tokens",
+    # of generation: older versions of transformers kept them in this file
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_scores", "prefix", "remove_invalid_values", "repetition_penalty",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+    "max_new_tokens", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+})  # fmt: skip
+"""Keys that published files have, a config class does not, and that change no logit."""
+NEUTRAL: Json = {
+    "attention_bias": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+"""The values with which keys that a config class does not have ask for nothing. Any other value is refused."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from meshpar.errors import CheckpointError, Problems
 from meshpar.interop.architectures import ARCHITECTURES, canonical, read
 from meshpar.interop.huggingface import open_pretrained
 from meshpar.models.config_classes import CONFIG_CLASSES
-from meshpar.models.foreign import REQUIRED, WITHOUT_EFFECT
+from meshpar.models.foreign import NEUTRAL, OUTSIDE, REQUIRED, WITHOUT_EFFECT
 from tests.interop.pretrained import SIZES, VOCAB, loaded, logits, randomized, saved_with
 from tests.interop.test_huggingface import TOKENS, our_logits, params
 
@@ -96,6 +96,78 @@ def test_a_missing_key_has_the_default_of_its_own_class(kind, tmp_path):
     assert model_of({"model_type": kind} | OWN.get(kind, {})) is not None
 
 
+def keys_of_others(kind: str) -> dict[str, Any]:
+    """Keys of the other classes, which this one does not have, and one that no class has."""
+    others = {key: value for own in CONFIG_CLASSES.values() for key, value in own.defaults.items()}
+    others |= {"sliding_window": 5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 16, "n_inner": 16}
+    taken = {*CONFIG_CLASSES[kind].defaults, *CONFIG_CLASSES[kind].aliases, *CONFIG_CLASSES[kind].aliases.values()}
+    taken |= CONFIG_CLASSES[kind].beside | WITHOUT_EFFECT | OUTSIDE | REQUIRED.keys() | {"layer_types"}
+    kept = {key: value for key, value in others.items() if key not in taken and value not in (None, False, [], {})}
+    return kept | {"final_logit_softcapping": 0.1}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_keys_of_other_classes_change_no_logit_in_transformers_and_are_refused(kind, tmp_path):
+    more = keys_of_others(kind)
+    folder = saved_with(TINY[kind], tmp_path)
+    want = logits(loaded(folder), TOKENS)
+    (folder / "config.json").write_text(json.dumps(TINY[kind] | more))
+    np.testing.assert_array_equal(logits(loaded(folder), TOKENS), want)
+    problems = Problems()
+    assert read(TINY[kind] | more, "config.json", problems) is None
+    assert [problem.where for problem in problems.found] == [f"config.json: {key}" for key in more]
+    assert all(f"{CONFIG_CLASSES[kind].called} has no such key" in problem.what for problem in problems.found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "fix"),
+    [
+        ("llama", "rms_norm_epz", 1e-6, "leave it out, to compute what transformers does; did you mean rms_norm_eps?"),
+        ("llama", "use_qk_norm", False, "leave it out, to compute what transformers does"),
+        ("phi3", "attention_bias", True, None),
+        ("llama", "add_cross_attention", True, None),
+        ("mistral", "pruned_heads", {"0": [1]}, None),
+        ("qwen2", "quantization", {"bits": 4}, None),
+    ],
+)
+def test_a_key_that_a_class_does_not_have_is_refused(kind, key, value, fix):
+    problems = Problems()
+    assert read(TINY[kind] | {key: value}, "config.json", problems) is None
+    (problem,) = problems.found
+    assert problem.where == f"config.json: {key}"
+    assert problem.what == f"is {value!r}, and {CONFIG_CLASSES[kind].called} has no such key"
+    assert fix is None or problem.fix == fix
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "torch_dtype": "bfloat16", "sliding_window": None,
+              "transformers.js_config": {"kv_cache_dtype": {}}, "_name_or_path": "x", "unsloth_fixed": True},
+    "phi3": {"auto_map": {"AutoConfig": "x.Y"}, "attention_bias": False, "mlp_bias": False, "lm_head_bias": False,
+             "full_attn_mod": 1, "interpolate_factor": 1},
+    "qwen2": {"use_mrope": False, "sliding_window": None},
+    "qwen3_moe": {"max_window_layers": 48},
+    "gpt2": {"n_ctx": 64, "task_specific_params": {"text-generation": {"do_sample": True}}, "_num_labels": 1},
+}  # fmt: skip
+"""Keys of files on the Hub that no config class has."""
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_other_keys_of_published_files_and_of_generation_change_no_model(kind):
+    """The defaults of generation are what transformers wrote into this file before there was another for them."""
+    generation = transformers.GenerationConfig._get_default_generation_params()
+    config = TINY[kind]
+    model = model_of(config)
+    assert model is not None
+    assert model_of(dict.fromkeys(OUTSIDE, 5) | PUBLISHED.get(kind, {}) | generation | config) == model
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_no_model_of_transformers_reads_a_key_outside_of_its_class(kind):
+    own = CONFIG_CLASSES[kind]
+    used = config_classes.keys_used(kind, "any") - INTERNAL - own.defaults.keys() - own.beside
+    assert not used & (OUTSIDE | NEUTRAL.keys())
+
+
 def check_logits(folder: Path, config: dict[str, Any], changes: dict[str, Any] | None = None) -> None:
     """Compares the logits of a folder with those of transformers; `changes` of our model must change them."""
     want = logits(loaded(saved_with(config, folder)), TOKENS)
@@ -128,7 +200,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5},
     "qwen3_moe_all_layers": {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, SLIDING]},
     "qwen3_moe_unused": {"use_sliding_window": False, "sliding_window": 5},
-    "llama_has_none": {"sliding_window": 5},
+    "llama_has_none": {"sliding_window": None},
 }
 IN_CI = ("mistral_of_layers", "qwen3_moe", "qwen3_of_layers")
 

@@ -9,10 +9,12 @@ import pytest
 
 import meshpar
 from meshpar.planning.page import _Scale, page
+from tests.docs.page import ROOT
 from tests.program.chromium import chromium
 from tests.program.look import shown_faults
 from tests.unit.test_planning import RUN
 
+DOCS = ROOT / "docs"
 POINTS = """[...document.querySelectorAll('.point')].map(e => [
   e.querySelector('title').textContent, e.getBoundingClientRect().left, e.getBoundingClientRect().top, e.classList.value
 ])"""
@@ -49,7 +51,7 @@ def faults(browser, html, planned, folder, width=1280, scheme="light"):
             if abs(point[axis] - at) > 2:
                 found.add("has a point out of place")
     is_marked = points[str(planned.ranked[0].layout)][2] == "point best"
-    is_drawn = bool(browser.ask("document.querySelectorAll('.paper svg rect').length"))
+    is_drawn = bool(browser.ask("document.querySelectorAll('.schedule svg rect').length"))
     return (
         found | ({"marks another layout"} if not is_marked else set()) | (set() if is_drawn else {"lacks a schedule"})
     )
@@ -65,7 +67,7 @@ BROKEN = {
     "a point's place": (r'(class="point best" cx=)"[^"]*"', r'\1"50%"', "has a point out of place"),
     "the mark": ("point best", "point traced", "marks another layout"),
     "a missing point": (r'<circle class="point best".*?</circle>', "", "lacks a point"),
-    "the schedule": (r'(<div class="paper">).*?</div>', r"\1</div>", "lacks a schedule"),
+    "the schedule": (r'(<div class="schedule">).*?</div>', r"\1</div>", "lacks a schedule"),
     "a wide table": ("<header", '<header style="min-width: 1400px"', "is wider than the screen"),
 }
 
@@ -76,6 +78,32 @@ def test_control_a_broken_page_is_seen(browser, planned, tmp_path, broken):
     changed = re.sub(old, new, page(planned), flags=re.DOTALL)
     assert changed != page(planned)
     assert fault in faults(browser, changed, planned, tmp_path)
+
+
+PAPER_AND_WORDS = """(() => {
+  const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = e => { const [r, g, b] = getComputedStyle(e).fill.match(/[\\d.]+/g).map(v => linear(v / 255));
+    return .2126 * r + .7152 * g + .0722 * b; };
+  const contrast = t => { const box = t.getBoundingClientRect();
+    const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+    const under = document.elementsFromPoint(x, y).find(e => e.tagName == 'rect');
+    const [a, b] = [light(t), light(under)].sort((x, y) => y - x);
+    return (a + .05) / (b + .05); };
+  return [light(document.querySelector('rect')), Math.min(...[...document.querySelectorAll('text')].map(contrast))];
+})()"""
+DRAWN = [path for path in sorted(DOCS.rglob("*.svg")) if "learn" not in path.parts]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_drawings_of_the_docs_suit_pages_of_both_schemes(browser, scheme):
+    """Those of a schedule follow the page; of the others there is one for each scheme."""
+    other = {"light": "-dark", "dark": "-light"}[scheme]
+    shown = [path for path in DRAWN if not path.stem.endswith(other)]
+    assert len(shown) == 5
+    for path in shown:
+        browser.open(path, 1280, scheme)
+        paper, least = browser.ask(PAPER_AND_WORDS)
+        assert (paper > 0.9 if scheme == "light" else paper < 0.05) and least >= 4.5, (path.name, paper, least)
 
 
 def ticks(html: str) -> list[str]:

@@ -62,6 +62,12 @@ def test_a_template_that_fails_or_breaks_out_is_an_error_of_the_request(text, me
         ChatTemplate(text, {}).render(MESSAGES)
 
 
+def test_a_template_gets_no_method_past_the_sandbox_by_a_filter():
+    """Jinja2 before 3.1.6 let `attr` do so (CVE-2025-27516): this would be `<class 'str'>`."""
+    text = "{{ ('{0.__class__}' | attr('format'))(bos_token) }}"
+    assert ChatTemplate(text, {"bos_token": "<s>"}).render(MESSAGES) == ""
+
+
 def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
     monkeypatch.setattr(chat, "LONGEST_S", 0.3)
     forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -100,7 +100,8 @@ def stacked(pictures: Iterable[Picture]) -> str:
         body += elements
         width = max(width, picture_width)
         height += picture_height
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{body}</svg>\n'
+    paper = '<rect width="100%" height="100%" fill="#ffffff"/>'  # the words are black
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{paper}{body}</svg>\n'
 
 
 def _few(devices: np.ndarray) -> list[str]:

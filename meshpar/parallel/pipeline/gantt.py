@@ -15,6 +15,11 @@ _UNIT = 22
 _ROW = 26
 _LEFT = 72
 _LEAST = 720
+# Light by its attributes; this makes it dark where the page or the machine is, also for an `<img>`.
+_DARK = (
+    "<style>@media (prefers-color-scheme: dark) { .gantt .paper { fill: #0d1117; } .gantt .ink { fill: #e6edf3; }"
+    " .gantt .op { stroke: #0d1117; } }</style>"
+)
 
 
 def text(timeline: Timeline, width: int = 120) -> str:
@@ -86,7 +91,10 @@ def summary(timeline: Timeline) -> str:
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """Draws a self-contained SVG document, with a legend and an axis of time; second chunks are lighter."""
+    """Draws a self-contained SVG document, with a legend and an axis of time; second chunks are lighter.
+
+    On a dark page it is dark, if the reader's program knows `prefers-color-scheme`, as browsers do.
+    """
     shortest = min((one.end - one.start for one in timeline.ran if one.end > one.start), default=1.0)
     unit = _UNIT / shortest
     width = max(round(_LEFT + unit * timeline.makespan + 16), _LEAST)
@@ -95,9 +103,9 @@ def svg(timeline: Timeline, title: str) -> str:
     boxes = [_box(one, unit) for one in timeline.ran]
     foot = _text(8, height - 10, summary(timeline))
     body = "\n".join([_text(8, 18, title), *_legend(timeline, width), *stages, *boxes, *_axis(timeline, unit), foot])
-    box = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    paper = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'  # in dark mode too
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{paper}\n{body}\n</svg>\n'
+    box = f'class="gantt" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    paper = f'<rect class="paper" width="{width}" height="{height}" rx="6" fill="#ffffff"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{_DARK}\n{paper}\n{body}\n</svg>\n'
 
 
 def _legend(timeline: Timeline, width: int) -> list[str]:
@@ -137,14 +145,22 @@ def _y(stage: int) -> int:
 def _box(one: TimedOp, unit: float) -> str:
     x = _LEFT + unit * one.start
     width = unit * (one.end - one.start)
-    opacity = 1 / (1 + 0.5 * one.op.chunk)
+    colour = _lighter(COLOURS[one.op.kind], 1 / (1 + 0.5 * one.op.chunk))
     rect = (
-        f'<rect x="{x:.1f}" y="{_y(one.stage)}" width="{width:.1f}" height="{_ROW - 4}" fill="{COLOURS[one.op.kind]}"'
-        f' fill-opacity="{opacity:.2f}" stroke="white"><title>{escape(str(one.op))}</title></rect>'
+        f'<rect class="op" x="{x:.1f}" y="{_y(one.stage)}" width="{width:.1f}" height="{_ROW - 4}" fill="{colour}"'
+        f' stroke="#ffffff"><title>{escape(str(one.op))}</title></rect>'
     )
-    return rect + _text(round(x + 4), _y(one.stage) + 15, str(one.op.microbatch), 11)
+    return rect + _text(round(x + 4), _y(one.stage) + 15, str(one.op.microbatch), 11, "label")
 
 
-def _text(x: int, y: int, words: str, size: int = 13) -> str:
-    font = f'font-family="monospace" font-size="{size}" fill="#111111"'
+def _lighter(colour: str, share: float) -> str:
+    """The colour mixed with white. Opacity would mix it with the page."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
+
+
+def _text(x: int, y: int, words: str, size: int = 13, kind: str = "ink") -> str:
+    """Words in the colour of the page's text (`ink`), or in black on a box (`label`)."""
+    colour = "#111111" if kind == "ink" else "#000000"
+    font = f'class="{kind}" font-family="monospace" font-size="{size}" fill="{colour}"'
     return f'<text x="{x}" y="{y}" {font}>{escape(words)}</text>'
