@@ -106,7 +106,7 @@ class Verification:
             layout = {0: "on one device already", 1: row.name}.get(len(row.axes), f"{row.name}, together")
             lines += [f"  culprit: {layout}", f"    {row.difference or row.error}"]
         if self.draws_differ:
-            lines.append("  it is equal if nothing is drawn: the random draws differ")
+            lines.append("  it is equal without dropout: only the random numbers differ")
         return "\n".join(lines)
 
 

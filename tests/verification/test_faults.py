@@ -220,7 +220,7 @@ def test_a_key_that_is_not_folded_is_blamed_on_data(monkeypatch):
     proof = proof_of(toy({"data": 2, "tensor": 2}, "megatron", draws=True))
     assert list(guilty(proof)) == ["data=2"]
     assert proof.draws_differ
-    assert str(proof).endswith("it is equal if nothing is drawn: the random draws differ")
+    assert str(proof).endswith("it is equal without dropout: only the random numbers differ")
 
 
 # In state ----------------------------------------------------------------------------------------------------------

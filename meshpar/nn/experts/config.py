@@ -18,8 +18,8 @@ class Balance(Config):
     """How experts are kept equally loaded.
 
     - `loss`: adds `weight * num * sum_e load[e] * score[e]` to the loss of each layer, where `score[e]` is the mean
-      score of expert e, and `load[e]` its part of all choices. Both are over all tokens of a step that count, so the
-      loss is the same on any number of devices.
+      score of expert e, and `load[e]` the fraction of all choices that went to it. Both are over all tokens of a step
+      that count, so the loss is the same on any number of devices.
     - `bias`: adds a bias to the scores by which experts are selected, and changes it by `weight` after each step, up
       for an expert that had fewer tokens than the mean, down for one that had more. There is no loss.
 
