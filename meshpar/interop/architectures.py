@@ -104,15 +104,23 @@ def completed(config: Json, kind: str, found: Problems) -> Json:
     return {**defaults, **given}
 
 
+def _asks(key: str, value: Any, own: ConfigClass) -> bool:
+    """Whether a key that the class does not have asks for a model that the class does not compute."""
+    neutral = REQUIRED | NEUTRAL
+    is_neutral = value is None or (key in neutral and value == neutral[key])
+    is_neutral |= (
+        key == "use_sliding_window" and value is True and "sliding_window" in own.defaults
+    )  # as it does anyway
+    # `_check_layer_types` compares layer_types with the layers.
+    return not (is_neutral or key.startswith("_") or key in OUTSIDE | WITHOUT_EFFECT | {"layer_types"})
+
+
 def _check_unknown(key: str, value: Any, own: ConfigClass, found: Problems) -> None:
     """Reports a key that the class does not have: whoever wrote it expected an effect.
 
     It is a typing error, or the file of another model that only looks like one of this class.
     """
-    is_known = key.startswith("_") or key in OUTSIDE | WITHOUT_EFFECT
-    neutral = REQUIRED | NEUTRAL
-    is_neutral = value is None or (key in neutral and value == neutral[key])
-    if is_known or is_neutral or key == "layer_types":  # which `_check_layer_types` compares with the layers
+    if not _asks(key, value, own):
         return
     near = nearest(key, own.defaults)
     fix = "leave it out, to compute what transformers does" + (f"; did you mean {near}?" if near else "")
@@ -172,7 +180,10 @@ def _written(model: DecoderModel, kind: str) -> Json:
     architecture = ARCHITECTURES[kind]
     plain = canonical(model)
     sizes = {key: getattr(plain, field) for key, field in architecture.keys.items()}
-    return {"model_type": kind, "architectures": [architecture.called]} | sizes | architecture.write(plain)
+    config = {"model_type": kind, "architectures": [architecture.called]} | sizes | architecture.write(plain)
+    own = CONFIG_CLASSES[kind_of(config)]
+    known = {"model_type", *own.defaults, *own.aliases, *own.aliases.values(), *own.beside}
+    return {key: value for key, value in config.items() if key in known or not _asks(key, value, own)}
 
 
 def canonical(model: DecoderModel) -> DecoderModel:

@@ -54,7 +54,7 @@ def cross_entropy(
       ValueError: shapes that do not fit; a `chunk` that is no number of tokens; a `cap` that is not positive.
 
     >>> sums = cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.array([[1, 2, -1], [3, 4, -1]]))
-    >>> round(float(sums.loss / sums.count), 4), int(sums.count)  # log(8)
+    >>> round(float(sums.loss) / int(sums.count), 4), int(sums.count)  # log(8)
     (2.0794, 4)
     """
     hidden, head, labels = map(jnp.asarray, (hidden, head, labels))

@@ -439,6 +439,12 @@ class Training:
 
         return compile_init(init, init_others, self.placement, self.seed, options, given)
 
+    @property
+    def drawn(self) -> Any:
+        """The types of the first parameters, as `init` draws them."""
+        with self._of_the_model():
+            return jax.eval_shape(self.init, jax.random.key(0))
+
     def _of_the_model(self) -> AbstractContextManager[None]:
         """The context in which a user's init is traced: it may need the mesh."""
         return tracing(replace(self.ctx, manual=False)) if self.is_of_whole_arrays else nullcontext()

@@ -82,8 +82,11 @@ class Trial:
     @cached_property
     def rounding(self) -> float:
         """How much two programs' initial floats can differ, relative to an array's largest; 0 if they are float64."""
-        drawn = jax.tree.leaves(jax.eval_shape(self.training.init, jax.random.key(0)))
-        floats = [x.dtype for x in drawn if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64]
+        floats = [
+            x.dtype
+            for x in jax.tree.leaves(self.training.drawn)
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.float64
+        ]
         return 8 * max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
 
     def saved_and_restored(self, state: TrainState, there: Trial) -> TrainState:

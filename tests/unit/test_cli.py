@@ -101,7 +101,7 @@ def test_explain_draws_each_array_that_matches(meshpar, tmp_path):
     drawn = ElementTree.parse(tmp_path / "arrays.svg").getroot()
     titles = [text.text for text in drawn.iter(f"{SVG}text") if text.get("font-weight") == "bold"]
     assert [title.split()[0] for title in titles] == [f"blocks.attn.{name}.kernel" for name in ("k", "o", "q", "v")]
-    assert len(list(drawn.iter(f"{SVG}rect"))) == 4 * 4  # fsdp x tensor, for each
+    assert len(list(drawn.iter(f"{SVG}rect"))) == 4 * 4 + 1  # fsdp x tensor, for each, and the paper
 
 
 def test_a_cell_of_the_picture_names_the_devices_that_jax_puts_there():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,7 +189,8 @@ class _Walk:
         key: Any = weights.key
         sizes = _sizes(weights)
         if isinstance(found, Unlike):
-            self.found.append(Found(source, sizes[key], sizes[key], why=found.why))
+            num_keys = sizes[key] if key in sizes else math.prod(sizes[label] for label in key)
+            self.found.append(Found(source, num_keys, num_keys, why=found.why))
             return eqn
         dims, seen = found
         swapped = dims.keys == "left"
