@@ -108,9 +108,8 @@ def _asks(key: str, value: Any, own: ConfigClass) -> bool:
     """Whether a key that the class does not have asks for a model that the class does not compute."""
     neutral = REQUIRED | NEUTRAL
     is_neutral = value is None or (key in neutral and value == neutral[key])
-    is_neutral |= (
-        key == "use_sliding_window" and value is True and "sliding_window" in own.defaults
-    )  # as it does anyway
+    # Such a class computes its window anyway.
+    is_neutral |= key == "use_sliding_window" and value is True and "sliding_window" in own.defaults
     # `_check_layer_types` compares layer_types with the layers.
     return not (is_neutral or key.startswith("_") or key in OUTSIDE | WITHOUT_EFFECT | {"layer_types"})
 

@@ -60,8 +60,8 @@ def _scattering(program: Program, ring: Ring) -> Program:
         move = _only_move(program, uses, "reduce-scatter", ring)
         if move is None:
             continue
-        ((*_, axes),) = ((use.axes,) for use in uses)
-        layouts[register] = replace(layouts[register], axes=axes, pending=())
+        (use,) = uses
+        layouts[register] = replace(layouts[register], axes=use.axes, pending=())
         steps[place] = replace(step, compute=_scattered(step, move, ring), source=_named(step), equation=None)
     return replace(program, layouts=layouts, steps=steps) if steps != program.steps else program
 

@@ -9,8 +9,7 @@ import jax
 from jaxtyping import Array, Float
 
 from meshpar.config import Config
-from meshpar.nn.attention import cudnn
-from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks
+from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks, block_size
 from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.cudnn import Cudnn
 from meshpar.nn.attention.kernel import Kernel
@@ -43,8 +42,7 @@ class Auto(Config):
         if setting.seq_len <= BLOCK_SIZE:
             return Reference(), f"rows have at most {BLOCK_SIZE} tokens"
         if limits := kernel.limits(setting):
-            size = cudnn.BLOCK_SIZE if setting.platform == "gpu" else BLOCK_SIZE
-            return Blocks(block_size=size), f"{kernel.kind} {' and '.join(limits)}"
+            return Blocks(block_size=block_size(setting.platform)), f"{kernel.kind} {' and '.join(limits)}"
         return kernel, f"the kernel for a {kernel.device}, whose limits hold"
 
     def describe(self, setting: Setting) -> str:

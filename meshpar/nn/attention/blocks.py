@@ -25,6 +25,13 @@ from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.tensor import SEQ
 
 BLOCK_SIZE = 128
+GPU_BLOCK_SIZE = 512
+"""On GPUs a pair of blocks starts some 25 kernels, which take longer than 128 tokens compute."""
+
+
+def block_size(platform: str | None) -> int:
+    """The tokens of a block on this platform; None for no devices."""
+    return GPU_BLOCK_SIZE if platform == "gpu" else BLOCK_SIZE
 
 
 class Blocks(Config):

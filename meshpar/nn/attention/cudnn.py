@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.config import Positive
 from meshpar.mesh.varying import varying_alike
-from meshpar.nn.attention.blocks import Blocks
+from meshpar.nn.attention.blocks import GPU_BLOCK_SIZE, Blocks
 from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Capability, Setting, capability, of_arrays, of_mesh
@@ -31,8 +31,6 @@ from meshpar.sharding.resolve import is_compile_only
 
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
-BLOCK_SIZE = 512
-"""Of `blocks` on GPUs. A pair of blocks starts some 25 kernels, which take longer than 128 tokens compute."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the rows that one call takes, if they have several documents: enough for all cores of a GPU. The memory of
 a call grows with them."""
@@ -77,7 +75,7 @@ class Cudnn(Kernel):
             out = lax.cond(
                 (in_one_piece & (num_documents <= most)).all(),
                 lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), setting.window),
-                lambda q, k, v: Blocks(block_size=BLOCK_SIZE)(q, k, v, positions, segments, setting.window)[0],
+                lambda q, k, v: Blocks(block_size=GPU_BLOCK_SIZE)(q, k, v, positions, segments, setting.window)[0],
                 *varying_alike(q, k, v),
             )
         return out, None

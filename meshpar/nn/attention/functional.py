@@ -14,10 +14,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.mesh.varying import Axes
-from meshpar.nn.attention import cudnn
 from meshpar.nn.attention.auto import Auto, between
 from meshpar.nn.attention.block_pairs import BlockGrid
-from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks, in_blocks
+from meshpar.nn.attention.blocks import Blocks, block_size, in_blocks
 from meshpar.nn.attention.context_parallel import in_order, over_axes
 from meshpar.nn.attention.core import HIDDEN_KEY, HIDDEN_QUERY, Documents, documents, known_window, shares_rows
 from meshpar.nn.attention.shard_tables import ShardTables
@@ -131,8 +130,7 @@ def local_attention(
         return core(q, k, v, in_order(q), segments, window)[0]
     if not causal and cap is None and segments is None and (out := between(q, k, v)) is not None:
         return out
-    size = cudnn.BLOCK_SIZE if platform() == "gpu" else BLOCK_SIZE
-    queries, keys = (BlockGrid(x.shape[SEQ], size) for x in (q, k))
+    queries, keys = (BlockGrid(x.shape[SEQ], block_size(platform())) for x in (q, k))
     tables = ShardTables(SequenceLayout(1), queries, known_window(window), causal, None if causal else keys)
     return in_blocks(Shards(tables, cap=cap), q, k, v, documents(segments, q, k), window)
 
