@@ -90,16 +90,15 @@ def calibrate(
             f"calibrate measures CPUs: its products of float32 are too small for a {devices[0].device_kind}; "
             "plan with the figures of its data sheet, as in --target h100:1x8"
         )
-    clock = _cpu_s
     sums = {(2.0 * size, n): _streaming(size // 4, count=n) for size in sizes for n in (1, _several(size))}
-    elementwise, loop_s = _differences(sums, num_rounds, clock)
+    elementwise, loop_s = _differences(sums, num_rounds)
     chains = {
         (2.0 * side**3, n): _program(partial(_products, count=n), _mesh(1), side * side)
         for side in sides
         for n in (1, _several(8 * side * side))
     }
-    products, _ = _differences(chains, num_rounds, clock)
-    times = partial(_times, num_rounds=num_rounds, clock=clock, loop_s=loop_s)
+    products, _ = _differences(chains, num_rounds)
+    times = partial(_times, num_rounds=num_rounds, loop_s=loop_s)
     collectives: list[CollectiveTimes] = []
     for group_size in group_sizes(len(devices)):
         mesh = _mesh(group_size)
@@ -118,10 +117,10 @@ def calibrate(
         products=products,
         elementwise=elementwise,
         functions=(
-            *_function_times(FUNCTIONS, FUNCTION_FLOATS, num_rounds, clock),
-            *_function_times({TRANSPOSE: _transposed}, TRANSPOSED_SIDE**2, num_rounds, clock),
+            *_function_times(FUNCTIONS, FUNCTION_FLOATS, num_rounds),
+            *_function_times({TRANSPOSE: _transposed}, TRANSPOSED_SIDE**2, num_rounds),
         ),
-        new_memory=_new_memory(memory_sizes, num_rounds, clock),
+        new_memory=_new_memory(memory_sizes, num_rounds),
         collectives=tuple(collectives),
     )
 
@@ -134,9 +133,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _medians(
-    programs: Mapping[Key, Program], num_rounds: int, clock: Callable[[], float], num_before: int = 0
-) -> dict[Key, float]:
+def _medians(programs: Mapping[Key, Program], num_rounds: int, num_before: int = 0) -> dict[Key, float]:
     """Median seconds of programs that run in turn.
 
     Args:
@@ -147,9 +144,9 @@ def _medians(
         for key, program in programs.items():
             for _ in range(num_before):
                 jax.block_until_ready(program())
-            start = clock()
+            start = _cpu_s()
             jax.block_until_ready(program())
-            found[key].append(clock() - start)
+            found[key].append(_cpu_s() - start)
     return {key: statistics.median(times) for key, times in found.items()}
 
 
@@ -158,9 +155,7 @@ def _several(num_bytes: int) -> int:
     return min(MOST_IN_ITERATION, max(2, MOST_BYTES // num_bytes))
 
 
-def _differences(
-    programs: Mapping[tuple[float, int], Program], num_rounds: int, clock: Callable[[], float]
-) -> tuple[tuple[Point, ...], float]:
+def _differences(programs: Mapping[tuple[float, int], Program], num_rounds: int) -> tuple[tuple[Point, ...], float]:
     """Seconds of an operation by size, and of an iteration of the loop that repeats the smallest one, without it.
 
     An iteration with several operations takes longer than one with a single operation by the time of operations alone.
@@ -168,7 +163,7 @@ def _differences(
     Args:
       programs: (size, number of operations in an iteration) -> program; two numbers for each size.
     """
-    iteration_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds, clock).items()}
+    iteration_s = {key: total / REPEATS for key, total in _medians(programs, num_rounds).items()}
     points = []
     for size, count in sorted(programs):
         if count > 1:
@@ -177,15 +172,13 @@ def _differences(
     return tuple(points), max(0.0, iteration_s[points[0].size, 1] - points[0].seconds)
 
 
-def _times(
-    programs: Mapping[float, Program], num_rounds: int, clock: Callable[[], float], loop_s: float
-) -> tuple[Point, ...]:
+def _times(programs: Mapping[float, Program], num_rounds: int, loop_s: float) -> tuple[Point, ...]:
     """The median seconds of one operation of each program.
 
     Args:
       loop_s: seconds of an iteration of the loop that repeats the operation, without the operation.
     """
-    medians = _medians(programs, num_rounds, clock)
+    medians = _medians(programs, num_rounds)
     each = {size: total / REPEATS for size, total in sorted(medians.items())}
     return tuple(Point(size=size, seconds=max(one - loop_s, one / 10)) for size, one in each.items())
 
@@ -194,18 +187,17 @@ def _function_times(
     functions: Mapping[str, Callable[[jax.Array], jax.Array]],
     num_floats: int,
     num_rounds: int,
-    clock: Callable[[], float],
 ) -> tuple[FunctionTime, ...]:
     """Seconds of a function of one element, beyond those of a sum."""
     alone = _mesh(1)
     programs = {name: _program(function, alone, num_floats) for name, function in functions.items()}
-    medians = _medians({"": _program(_scaled, alone, num_floats), **programs}, num_rounds, clock)
+    medians = _medians({"": _program(_scaled, alone, num_floats), **programs}, num_rounds)
     least = medians[""] / 10
     each = {name: max(medians[name] - medians[""], least) / REPEATS / num_floats for name in programs}
     return tuple(FunctionTime.model_validate({"name": name, "seconds": seconds}) for name, seconds in each.items())
 
 
-def _new_memory(sizes: Iterable[int], num_rounds: int, clock: Callable[[], float]) -> tuple[Point, ...]:
+def _new_memory(sizes: Iterable[int], num_rounds: int) -> tuple[Point, ...]:
     """Seconds of taking memory from the system: one program writes to a temporary array, another one to a given array.
 
     Only later runs count: the C library keeps memory that the first ones took.
@@ -214,7 +206,7 @@ def _new_memory(sizes: Iterable[int], num_rounds: int, clock: Callable[[], float
     for size in sizes:
         for is_new in (False, True):
             programs[float(size), is_new] = _writing(size // 4, is_new)
-    medians = _medians(programs, num_rounds, clock, num_before=RUNS_BEFORE)
+    medians = _medians(programs, num_rounds, num_before=RUNS_BEFORE)
     found = {size: medians[size, True] - medians[size, False] for size, is_new in medians if is_new}
     return tuple(Point(size=size, seconds=max(found[size], LEAST_S)) for size in sorted(found))
 
