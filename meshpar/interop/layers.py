@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def layers(blocks: Sequence[Any], x: Any, apply: Callable[[Any, Any], Any] | Non
 def _scanned_modules(blocks: Sequence[Any], states: Sequence[Any], x: Any, of_module: Callable[..., Any]) -> Any:
     x, changed = jax.lax.scan(lambda x, state: of_module(state, x), x, _stacked(states))
     for i, block in enumerate(blocks):
-        nnx.update(block, jax.tree.map(lambda a: a[i], changed))  # noqa: B023
+        nnx.update(block, jax.tree.map(itemgetter(i), changed))
     return x
 
 

@@ -112,11 +112,16 @@ def _squeeze(eqn: Any, x: Known) -> Known:
     return Known(shape, lambda: x.values.reshape(shape))
 
 
-def _reshaped(eqn: Any, x: Known) -> Known | None:
-    """A reshape that only adds or drops dims of size 1."""
+def keeps_dims(eqn: Any) -> bool:
+    """Whether a reshape only adds or drops dims of size 1."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if [n for n in before if n > 1] != [n for n in after if n > 1] or eqn.params.get("dimensions") is not None:
+    return [n for n in before if n > 1] == [n for n in after if n > 1] and eqn.params.get("dimensions") is None
+
+
+def _reshaped(eqn: Any, x: Known) -> Known | None:
+    if not keeps_dims(eqn):
         return None
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     left = iter(size for size, n in zip(x.shape, before, strict=True) if n > 1)
     shape = tuple(next(left) if n > 1 else 1 for n in after)
     return Known(shape, lambda: x.values.reshape(shape))

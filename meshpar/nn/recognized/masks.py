@@ -188,11 +188,10 @@ def squeezed(eqn: Any, x: Any) -> Any:
 
 
 def reshaped(eqn: Any, x: Any) -> Any:
-    """A reshape that only adds or drops dims of size 1."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if [n for n in before if n > 1] != [n for n in after if n > 1] or eqn.params.get("dimensions") is not None:
-        return None
-    if any(n == 1 and label is not None for label, n in zip(x.labels, before, strict=True)):
+    if not known.keeps_dims(eqn) or any(
+        n == 1 and label is not None for label, n in zip(x.labels, before, strict=True)
+    ):
         return None
     rest = iter(label for label, n in zip(x.labels, before, strict=True) if n > 1)
     return replace(x, labels=tuple(next(rest) if n > 1 else None for n in after))
