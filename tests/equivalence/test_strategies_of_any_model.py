@@ -95,7 +95,8 @@ def error_feedback(kind, name):
     exact = jax.jit(jax.grad(plain_loss(name)))(model(name)[1], batch)
     lost = jax.tree.map(lambda x: np.sum(x, 0), found.carried[REDUCE]["lost"])
     both = jax.tree.map(lambda grad, error: grad + error / found.tokens, found.grads, lost)
-    assert difference(both, exact) < 1e-8 < difference(found.grads, exact)  # errors are stored in float32
+    rounding = np.finfo(np.float32).eps * max(np.abs(grad).max() for grad in jax.tree.leaves(exact))
+    assert difference(both, exact) < rounding < difference(found.grads, exact) / 1e3  # errors are stored in float32
 
 
 # Local updates ------------------------------------------------------------------------------------------------------
