@@ -15,7 +15,7 @@ from flax import nnx
 from meshpar.errors import ConfigError
 from meshpar.interop import explicit
 from meshpar.interop.declared import declared_dims, flax_rules, lazily, unboxed
-from meshpar.interop.training import explained
+from meshpar.interop.losses import explained
 from meshpar.sharding.spec import ArraySpec
 
 Apply = Callable[[Any, jax.Array], jax.Array]

@@ -21,7 +21,8 @@ from meshpar.interop.adapters import Adapters, with_rank
 from meshpar.interop.causal import Causal, linen_functions, nnx_functions
 from meshpar.interop.declared import changing, lazily, unboxed
 from meshpar.interop.kinds import kinds_of
-from meshpar.interop.training import Init, arrays_of, check_axes, specs_of, takes, with_axes, with_loss_sums
+from meshpar.interop.losses import takes, with_loss_sums
+from meshpar.interop.specs import Init, arrays_of, check_axes, specs_of, with_axes
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
@@ -15,18 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from meshpar.errors import ConfigError, Problem, Problems, suggestion
-from meshpar.interop import explicit
 from meshpar.interop.adapters import Adapters, with_rank
-from meshpar.interop.declared import changing, declared_dims, flax_rules, lazily, unboxed
-from meshpar.interop.keys import KEY_DATA, as_data, as_keys, key_implementations
 from meshpar.interop.kinds import kinds_of
+from meshpar.interop.losses import takes, with_loss_sums
 from meshpar.interop.module import functions, is_module
 from meshpar.interop.options import Frozen, Options, Rounding, options
-from meshpar.mesh.layout import AXES, MeshLayout
-from meshpar.mesh.varying import varies_over
+from meshpar.interop.specs import Dims, Init, arrays_of, check_axes, check_names, specs_of, with_axes
+from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
 from meshpar.optim.base import Descent
 from meshpar.optim.pruning import Prune
@@ -38,34 +32,17 @@ from meshpar.parallel.checks import (
     check_stages,
     check_strategies,
 )
-from meshpar.parallel.context import Format, ParallelContext, current
-from meshpar.parallel.context import manual as manual_context
+from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh, with_largest
-from meshpar.sharding.rules import UNNAMED, AxisRules
-from meshpar.sharding.spec import ArraySpec
+from meshpar.sharding.rules import AxisRules
 from meshpar.train.batches import batch_specs
 from meshpar.train.gradients import STALE
-from meshpar.train.loss import Batch, Loss, LossSums, as_loss_sums, warn_of_masks
 from meshpar.train.training import Training, step_key
-from meshpar.tree import flatten_with_paths, map_with_path, matching
-
-AXIS_NAME = "batch"
-"""An axis name of size 1 for losses that need one, as in `BatchNorm(axis_name="batch")`. The batch has all rows."""
-
-_SHARDS = re.compile(r"For parameter .* has shape .*?\)|dot_general requires contracting .*|incompatible shapes .*")
-"""Matches the errors of Flax and JAX for a parameter whose shape is not the one that the model computes with."""
-
-CARRY = (
-    "pass carried=lambda key: nnx.state(Model(nnx.Rngs(key)), nnx.Not(nnx.Param)), merge it in the loss, "
-    "nnx.merge(graph, params, carried), and return (mean, metrics, nnx.state(model, nnx.Not(nnx.Param)))"
-)
 
 OF_A_LOSS = ("chunk", "label_smoothing", "z_loss")
 
-Dims = Mapping[str, tuple[str, ...]]
-Init = Callable[[jax.Array], Any]
 Parameters = ParamSpec("Parameters")
 
 
@@ -201,6 +178,7 @@ def training(
     on: Any = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
     rules = AxisRules.model_validate(rules)
     check_axes(axes or {})
+    dims, batch_dims = check_names(dims=dims, batch_dims=batch_dims)
     ctx = ParallelContext(
         mesh=on,
         rules=rules,
@@ -225,12 +203,12 @@ def training(
     )  # fmt: skip
     check_partitioned(ctx, manual)
     _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual, given)
-    specs, carried_specs, keys = specs_of(init, carried, seed, dims or {}, axes)
+    specs, carried_specs, keys = specs_of(init, carried, seed, dims, axes)
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
     specs = with_largest(specs if params_dtype is None else stored_in(specs, np.dtype(params_dtype)), rules, on)
     key = partial(step_key, seed) if draws else None
-    arrays = batch_specs(batch, batch_dims or {}, ctx)
+    arrays = batch_specs(batch, batch_dims, ctx)
     as_sums = partial(
         with_loss_sums, specs=(specs, arrays, carried_specs), carries=carried is not None, keys=keys, axes=axes
     )
@@ -271,211 +249,6 @@ def training(
         made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
     made.check_context()
     return made
-
-
-def specs_of(
-    init: Init, carried: Init | None, seed: int, dims: Dims, axes: Mapping[str, str] | None = None
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns trees of `ArraySpec` of the parameters and of the carried state, see `training`.
-
-    The third result is the generators of the carried state's random keys, see `key_implementations`.
-
-    Raises:
-      ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can train.
-    """
-    problems = Problems()
-    first = jax.random.key(seed)
-    with explained():
-        params = explicit.shapes(lazily(init), first, axes or {})
-    _check_trainable(params, problems)
-    problems.raise_any(ConfigError, "an optimizer cannot train these arrays:")
-    specs = _specs(params, dims, problems)
-    state = explicit.shapes(lazily(carried), first, axes or {}) if carried else {}
-    carried_specs = _specs(state, dims, problems)
-    paths = [path.removesuffix(".value") for path in (*flatten_with_paths(specs), *flatten_with_paths(carried_specs))]
-    for glob in dims:
-        if not matching(paths, glob):
-            fix = suggestion(glob, paths, f"the arrays are {', '.join(paths[:8])}")
-            problems.add(f"dims[{glob!r}]", "matches no array", fix)
-    problems.raise_any(ConfigError, "the names of dims do not fit the model:")
-    return specs, carried_specs, key_implementations(state)
-
-
-def _specs(tree: Any, dims: Dims, problems: Problems) -> Any:
-    keys = key_implementations(tree)
-    boxed = jax.eval_shape(as_data, tree)
-    declared = declared_dims(boxed)
-
-    def spec(path: str, struct: jax.ShapeDtypeStruct) -> ArraySpec:
-        key_dims = (KEY_DATA,) if path in keys else ()
-        num_dims = struct.ndim - len(key_dims)
-        path = path.removesuffix(".value")  # of an NNX variable
-        given = next((names for glob, names in dims.items() if matching([path], glob)), declared.get(path))
-        names = tuple(name or UNNAMED for name in given or (None,) * num_dims)
-        if len(names) != num_dims:
-            shape = f"{struct.dtype}{list(struct.shape)}"
-            problems.add(f"{path}  {shape}", f"has {len(names)} names: {', '.join(names)}", "a name for each dim")
-            names = (UNNAMED,) * num_dims
-        return ArraySpec(struct.shape, np.dtype(struct.dtype), names + key_dims)
-
-    return map_with_path(spec, unboxed(boxed))
-
-
-def _check_trainable(params: Any, problems: Problems) -> None:
-    """Reports arrays that an optimizer cannot train: NNX state, integers, batch statistics."""
-    fix = "init: nnx.state(model, nnx.Param); carried: nnx.state(model, nnx.Not(nnx.Param))"
-    kinds = changing(params)
-    for path, kind in kinds.items():
-        problems.add(path, f"is {kind} of NNX, which the forward changes", fix)
-    for path, struct in flatten_with_paths(params).items():
-        of_nnx = path.removesuffix(".value") in kinds
-        if not of_nnx and not jnp.issubdtype(struct.dtype, jnp.inexact):
-            what = f"is {struct.dtype}{list(struct.shape)}, which has no gradient"
-            problems.add(path, what, "let the loss close over it, or pass it as `carried`")
-        elif path.startswith("batch_stats."):
-            what = "is a batch statistic, which the forward changes"
-            problems.add(path, what, 'init: model.init(...)["params"]; carried: {"batch_stats": ...}')
-
-
-def arrays_of(init: Init, axes: Mapping[str, str] | None = None) -> Init:
-    """Wraps `init` so that its result has no Linen boxes, and random keys are integers."""
-    return explicit.initialized(lambda key: as_data(unboxed(lazily(init)(key))), axes or {})
-
-
-def with_axes(rules: AxisRules, axes: Mapping[str, str], trees: Any) -> AxisRules:
-    """Adds a rule for each dim that is named by the mesh axes that shard it, as in `PartitionSpec("fsdp", "tp")`."""
-    known = {axis: axis for axis in AXES} | {**axes}
-    dims = {dim for spec in jax.tree.leaves(trees) for dim in spec.dims if dim not in rules.table}
-    parts = {dim: dim.split("+") for dim in dims}
-    extra = {dim: tuple(known[name] for name in names) for dim, names in parts.items() if {*names} <= {*known}}
-    return rules | AxisRules(**extra) if extra else rules  # pyright: ignore
-
-
-def check_axes(axes: Mapping[str, str]) -> None:
-    """Checks the argument `axes` of `training`."""
-    problems = Problems()
-    for name, axis in axes.items():
-        if axis not in AXES or list(axes.values()).count(axis) > 1:
-            what = "has two names" if axis in AXES else "is not an axis of a mesh"
-            problems.add(f"axes: {name}", f"{axis} {what}", f"use each of {', '.join(AXES)} at most once")
-    problems.raise_any(ConfigError, "the model's names of axes are wrong:")
-
-
-def with_loss_sums(
-    loss: Callable[..., Any],
-    specs: tuple[Any, Mapping[str, ArraySpec], Any],
-    carries: bool,
-    keys: Mapping[str, Any],
-    axes: Mapping[str, str] | None = None,
-    returns_carried: bool = True,
-) -> Loss:
-    """Wraps a user's loss as one that returns a `LossSums`.
-
-    Args:
-      specs: of the parameters, of the batch's arrays that the loss gets, and of the carried state.
-      carries: whether the loss gets the carried state as a fourth argument.
-      keys: the result of `key_implementations`.
-      axes: the model's own name of a mesh axis -> meshpar's.
-      returns_carried: whether the loss must return the next carried state; an evaluation need not.
-    """
-
-    arrays = set(specs[1])
-
-    def wrapped(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
-        inputs = {name: x for name, x in batch.items() if name in arrays}
-
-        def of_batch(params: Any, carried: Any) -> Any:
-            with flax_rules(axes), explained():
-                more = (as_keys(carried, keys),) if carries else ()
-                arguments = (params, inputs, key, *more)
-                result = explicit.call(loss, arguments, lambda: explicit.shardings(arguments, specs, axes or {}))
-            ctx = current()
-            if ctx and returns_carried:
-                if ctx.num_microbatches > 1:
-                    _warn_of_statistics(carried, ctx.num_microbatches)
-                if ctx.num_passes > 1 and not isinstance(result, LossSums):
-                    warn_of_masks(arrays, ctx.num_passes)
-            return as_loss_sums(as_data(result), batch["rows"], carried, returns_carried)
-
-        if ctx := manual_context():
-            sums = of_batch(params, carried)
-            _check_same(sums, carried, ctx)
-            return sums
-        try:
-            return of_batch(params, carried)
-        except ConfigError as error:
-            if f"unbound axis name: {AXIS_NAME}" not in str(error.__cause__):
-                raise
-        # Some operations cannot be traced under `vmap`, so only a loss that names the axis is.
-        bound = jax.vmap(of_batch, in_axes=None, out_axes=None, axis_size=1, axis_name=AXIS_NAME)
-        return bound(params, carried)
-
-    return wrapped
-
-
-def _warn_of_statistics(carried: Any, num_microbatches: int) -> None:
-    """Warns that batch norm normalizes each microbatch by its own statistics."""
-    statistics = [path for path, kind in changing(carried).items() if kind == nnx.BatchStat.__name__]
-    statistics += [path for path in flatten_with_paths(carried) if path.startswith("batch_stats.")]
-    if statistics:
-        what = f"{statistics[0]} is a statistic of the batch: each of {num_microbatches} microbatches is normalized"
-        what += " by its own, so the step differs from that of the whole batch"
-        warnings.warn(f"{what}; num_microbatches=1 is exact", UserWarning, stacklevel=2)
-
-
-def _check_same(sums: LossSums, carried: Any, ctx: ParallelContext) -> None:
-    """Checks that the results of a loss for local shards differ only between devices that have different rows.
-
-    Raises:
-      ConfigError: lists each result that differs over other axes, or carried state that does so more than before.
-    """
-    problems = Problems()
-
-    def check(where: str, x: jax.Array, allowed: Iterable[str], fix: str) -> None:
-        if axes := sorted(varies_over(x) - {*allowed}):
-            what = f"differs from device to device along {', '.join(axes)}: with manual=True each has its own shards"
-            names = repr(axes[0] if len(axes) == 1 else tuple(axes))
-            problems.add(where, what, f"{fix.format(names)}, or manual=False")
-
-    numbers = {"the loss": sums.loss, "the count": sums.count}
-    for name, x in (numbers | {f"metrics[{name!r}]": x for name, x in sums.metrics.items()}).items():
-        check(name, x, ctx.loss_axes + ctx.slice_axes, "sum what is partial, jax.lax.psum(x, {}), in the loss")
-    before = flatten_with_paths(carried)
-    for path, x in flatten_with_paths(sums.carried).items():
-        fix = "jax.lax.pmean(x, {0}) in the loss, BatchNorm(axis_name={0})"
-        check(f"carried.{path.removesuffix('.value')}", x, varies_over(before[path]), fix)
-    problems.raise_any(ConfigError, "the results of the loss are not those of all devices:")
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Explains errors of JAX and Flax that are caused by a loss written for pmap or for another mesh."""
-    try:
-        yield
-    except Exception as error:
-        message = str(error)
-        if unbound := re.search(r"unbound axis name: (\w+)", message):
-            what = f"the loss communicates over {unbound[1]!r}, an axis name that only pmap, vmap or shard_map binds"
-            fix = f'the batch has the rows of all devices: leave axis_name out, or use axis_name="{AXIS_NAME}"'
-        elif problem := explicit.problem(error):
-            what, fix = problem
-        elif "different trace level" in message:
-            what = "the loss changes NNX state that was created outside of it, so the change would be lost"
-            fix = CARRY
-        elif manual_context() and (shapes := _SHARDS.search(message)):
-            what = (
-                f"with manual=True the loss gets a device's shards of the parameters, and uses them whole: {shapes[0]}"
-            )
-            fix = (
-                "manual=False; or gather what is only stored in shards with meshpar.parallel.data.gather_in_layer, and "
-                "give the model the sizes of a shard of what other axes shard"
-            )
-        elif "Incorrect number of leaves" in message:
-            what = "the NNX model has state besides its parameters, but the loss merges only the parameters"
-            fix = CARRY
-        else:
-            raise
-        raise ConfigError(f"{what}; {fix}") from error
 
 
 def _check_module_arguments(carried: Any, draws: bool) -> None:
@@ -533,14 +306,3 @@ _ARGUMENTS = {
     "optim.ema": "ema",
 }
 """A key of a config, in an error -> the argument of `training` in its place."""
-
-
-def takes(loss: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with `count` positional arguments."""
-    try:
-        signature(loss).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature
-        return True
-    return True

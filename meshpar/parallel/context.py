@@ -294,8 +294,8 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
       >>> constrain(jax.numpy.ones((4, 8)), "batch", "embed").shape
       (4, 8)
     """
-    if len(dims) != x.ndim or not all(isinstance(dim, str) for dim in dims):
-        fix = "give a name for each dim, as in constrain(x, 'batch', 'embed')"
+    if len(dims) != x.ndim or not all(dim and isinstance(dim, str) for dim in dims):
+        fix = "give a name for each dim, as in constrain(x, 'batch', 'embed'); one that stays whole has the rule []"
         raise ShardingError(f"constrain{dims}: the array has {x.ndim} dims, {x.shape}; {fix}")
     ctx = _current.get()
     if ctx is None or ctx.manual:

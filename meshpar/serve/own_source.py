@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.errors import ConfigError, Problems
 from meshpar.interop.causal import Causal, Decoding, causal, linen_dims
 from meshpar.interop.declared import unboxed
-from meshpar.interop.training import Dims, check_axes, specs_of, with_axes
+from meshpar.interop.specs import Dims, check_axes, specs_of, with_axes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.answer import Answer

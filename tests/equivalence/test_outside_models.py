@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshpar import AxisRules, MeshLayout, training, verify
-from meshpar.interop import training as interop_training
+from meshpar.interop import losses, specs
 from meshpar.train import step
 from meshpar.train.step import Update, with_rows
 from meshpar.tree import flatten_with_paths
@@ -204,12 +204,13 @@ def test_planted_a_frozen_parameter_that_is_trained_is_seen(monkeypatch):
 
 def test_planted_random_keys_that_change_while_carried_are_seen(monkeypatch):
     on_one_device("regularized")
-    as_data = interop_training.as_data
+    as_data = losses.as_data
 
     def other_key(x):
         return x + 1 if getattr(x, "dtype", None) == "uint32" and x.shape else x
 
-    monkeypatch.setattr(interop_training, "as_data", lambda tree: jax.tree.map(other_key, as_data(tree)))
+    for module in (losses, specs):
+        monkeypatch.setattr(module, "as_data", lambda tree: jax.tree.map(other_key, as_data(tree)))
     assert first_difference("regularized", trained("regularized", "data8")[1]).kind == "loss"
 
 

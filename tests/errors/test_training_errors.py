@@ -192,6 +192,16 @@ ARGUMENTS = {
     ),
     "a glob": ({"dims": {"v": ("embed",)}}, "dims['v']\n    matches no array\n    the arrays are w"),
     "names": ({"dims": {"w": ("embed", "mlp")}}, "w  float32[4]\n    has 2 names: embed, mlp\n    a name for each dim"),
+    "a name for all dims": (
+        {"dims": {"w": "embed"}, "batch_dims": {"x": ("batch", ...)}},
+        "dims['w']\n    is 'embed', and not a name for each dim\n    a tuple of names, with None for a dim without "
+        "one\n  batch_dims['x']\n    is ('batch', Ellipsis), and not a name",
+    ),
+    "names without an array": (
+        {"batch_dims": ("batch", "")},
+        "batch_dims\n    is ('batch', ''), and each array has names of its own\n    batch_dims={'x': ('batch', "
+        "'embed')}",
+    ),
     "an axis": ({"axes": {"tp": "tnsor"}}, "axes: tp\n    tnsor is not an axis of a mesh"),
     "whole variables": (
         {"init": lambda key: {"params": {"w": jnp.ones(4)}, "batch_stats": {"mean": jnp.ones(4)}}},
@@ -360,6 +370,10 @@ def test_names_of_the_batch_that_do_not_fit_are_refused(names, message):
     with pytest.raises(DataError) as error:
         made(batch_dims=names)
     assert message in str(error.value)
+
+
+def test_a_dim_of_the_batch_without_a_name_may_be_called_none():
+    assert made(batch_dims={"x": ("batch", None)}).batch_specs["x"].dims == ("batch", "")
 
 
 def test_a_rule_for_an_unknown_dim_is_refused_unless_the_dim_is_declared():

@@ -337,7 +337,9 @@ def test_wrong_sizes_or_presets_of_a_training_are_refused(given, message):
         linear(**given)
 
 
-@pytest.mark.parametrize("dims", [(("batch", "embed"),), ("batch",), (["batch", "embed"],), ("batch", None)])
+@pytest.mark.parametrize(
+    "dims", [(("batch", "embed"),), ("batch",), (["batch", "embed"],), ("batch", None), ("batch", "")]
+)
 def test_constrain_is_told_its_dims_in_the_same_way_everywhere(dims):
     """Outside a training too, where there is no mesh."""
     with pytest.raises(
