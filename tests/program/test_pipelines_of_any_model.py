@@ -15,7 +15,7 @@ from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.strategies import Parallel
 from meshpar.train.training import Training
 from tests.equivalence.test_pipelines_of_any_model import translating
-from tests.program.test_pipelines import needed
+from tests.program.test_pipelines import TICKS, needed
 from tests.zoo import llama, stacked_nnx
 from tests.zoo.parts import SEQ, VOCAB, sentences
 
@@ -61,6 +61,30 @@ def inspected(model: str, kind: str | None, m: int) -> Inspection:
 def test_the_bytes_over_pipe_equal_those_of_the_messages(kind):
     sent = total_sent_bytes(inspected("llama", kind, 8).collectives, "collective_permute", ["pipe"])
     assert STAGES * sent == MESSAGE * needed(get_schedule(kind, STAGES, 8), STAGES).total()
+
+
+def loops_with_messages(jaxpr) -> list[int]:
+    """The lengths of the outermost loops in which stages send."""
+    found = []
+    for eqn in jaxpr.eqns:
+        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+        inner = [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+        if eqn.primitive.name == "scan" and "ppermute" in str(eqn.params["jaxpr"]):
+            found.append(eqn.params["length"])
+        else:
+            found += [length for one in inner for length in loops_with_messages(one)]
+    return found
+
+
+@pytest.mark.parametrize("kind", [k if k == "zb_h1" else pytest.param(k, marks=pytest.mark.slow) for k in TICKS])
+def test_a_step_has_the_ticks_of_the_formula(kind):
+    """In 3 m of them, m the microbatches of each chunk, a stage computes: the rest is its bubble."""
+    built = made("stacked_nnx", kind, 8)
+    step = jax.make_jaxpr(built.step)(built.placement.structs, built.batch)
+    expected = TICKS[kind](STAGES, 8, get_schedule(kind, STAGES, 8).chunks_per_stage)
+    assert loops_with_messages(step.jaxpr) == [expected]
+    ticks, _ = built.pipeline.plan(built.ctx)
+    assert len(ticks.pattern) == expected
 
 
 @pytest.mark.slow
