@@ -153,8 +153,12 @@ def _product(operands: list[_View | None], numbers: Any, uses: list[_Use]) -> No
 
 
 def _multiplied(view: _View, inputs: Iterable[int], outputs: Iterable[int], uses: list[_Use]) -> None:
-    uses[view.path].inputs.update(*(view.dims[dim] for dim in inputs))
-    uses[view.path].outputs.update(*(view.dims[dim] for dim in outputs))
+    """The first use decides: a tied table, whose rows are looked up, is multiplied the other way round at the end."""
+    use = uses[view.path]
+    found, others = ({of for dim in dims for of in view.dims[dim]} for dims in (inputs, outputs))
+    found, others = found - use.outputs, others - use.inputs
+    use.inputs |= found
+    use.outputs |= others
 
 
 def _looked_up(view: _View, equation: Any, uses: list[_Use]) -> _View | None:

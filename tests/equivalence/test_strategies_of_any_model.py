@@ -146,6 +146,35 @@ def diloco(name):
     assert difference(local(name, 4, every=2, outer="nesterov"), in_slices(name, after, 4)[0]) < EXACT
 
 
+def diloco_in_fragments(name):
+    """Every second layer, and the others with all that is no layer, end their rounds in turn."""
+    shared = dict(flatten_with_paths(model(name)[1]))
+    momentum = {path: np.zeros_like(x) for path, x in shared.items()}
+
+    def after(step, slices):
+        at = (step - 1) % 2
+        mean = flatten_with_paths(mean_of(slices))
+        for path in shared:
+            part = slice(at, None, 2) if "encoderblock" in path else slice(None)
+            if at or "encoderblock" in path:
+                difference = shared[path][part] - mean[path][part]
+                momentum[path][part] = 0.9 * momentum[path][part] + difference
+                shared[path] = shared[path].copy()
+                shared[path][part] -= 0.7 * (0.9 * momentum[path][part] + difference)
+        return [map_with_path(partial(_synchronized, at, shared), one) for one in slices]
+
+    slices = in_slices(name, after, 4)
+    found = local(name, 4, every=2, outer="nesterov", fragments=2)
+    assert difference(found, map_with_path(lambda path, x: shared[path], slices[0])) < EXACT
+
+
+def _synchronized(at, shared, path, x):
+    x = x.copy()
+    if "encoderblock" in path:
+        x[at::2] = shared[path][at::2]
+    return shared[path] if at and "encoderblock" not in path else x
+
+
 # Numbers ------------------------------------------------------------------------------------------------------------
 
 
@@ -253,19 +282,20 @@ def offloaded_optimizer(name):
 
 def meshpars_optimizer(name):
     """`tx=AdamW(...)` decays matrices only, clips and averages, as a config's optimizer does."""
-    tx = AdamW(lr=RATE, weight_decay=0.1, clip_norm=0.5)
+    rate = 0.125  # exact in float32, the dtype of learning rates
+    tx = AdamW(lr=rate, weight_decay=0.1, clip_norm=0.5)
     made = adopted(name, "cube", tx, num_steps=2)
     _, state = trained(made, name)
     decays = map_with_path(lambda path, x: x.ndim > 1 and _is_matrix(path), model(name)[1])
     plain = optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adamw(RATE, b1=0.9, b2=0.95, weight_decay=0.1, mask=decays)
+        optax.clip_by_global_norm(0.5), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decays)
     )
     params = model(name)[1]
     opt_state = plain.init(params)
     for batch in batches(name, 2):
         updates, opt_state = plain.update(jax.grad(plain_loss(name))(params, batch), opt_state, params)
         params = optax.apply_updates(params, updates)
-    assert difference(state.params, params) < 1e-6  # learning rates are float32
+    assert difference(state.params, params) < 1e-8  # Adam divides by gradients, some of which are tiny
 
 
 def _is_matrix(path):
@@ -304,7 +334,7 @@ def overlapped(field, way, name):
     traced = _traced(whole)
     kinds = [[one.kind for one in found] for found in (chunked.collectives, traced)]
     assert "collective_permute" in kinds[0] and kinds[0].count("all_gather") < kinds[1].count("all_gather")
-    expected = {",".join(axes): sent for axes, sent in traffic(traced).items()}
+    expected = {", ".join(axes): sent for axes, sent in traffic(traced).items()}
     assert dict(chunked.bytes_per_axis) == expected | {field: expected[field] + AGAIN.get((field, name), 0)}
 
 
@@ -411,12 +441,14 @@ STRATEGIES: dict[str, tuple[Callable[[str], None], str | None]] = {
     "distillation, by a loss": (distilled, "gshard"),
     "contract of bytes": (contract, None),
     "recomputation by names": (remat_by_names, "gshard"),
+    "DiLoCo in fragments": (diloco_in_fragments, None),
 }
 """Strategy -> its test, and the model, if any, with which CI tries every second one."""
 MODELS = ("vit", "t5", "gshard")
 NO_PRODUCT = "no product of the loss has an activation and a parameter"
 REFUSED = {
     **{("gshard", f"products in {name}"): NO_PRODUCT for name in ("int8", "fp8")},
+    **{(name, "DiLoCo in fragments"): "0 stacked layers" for name in ("t5", "gshard")},
     **{("vit", f"overlap of tokens, in {way}"): "activation_dims" for way in ("a ring", "both directions")},
 }
 """What is refused, and why. Experts, a router and a head, which gshard has, are not rounded."""

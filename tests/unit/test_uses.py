@@ -108,6 +108,21 @@ def test_layers_that_nnx_stacks_have_the_matrices_of_one_layer(how):
 OF_MUON = "adam, as muon does for embeddings, the head, norms and biases, weight decay 0.1"
 
 
+def test_a_tied_table_is_a_matrix():
+    """As in T5: its rows are looked up, and it projects the logits. It was a vector, and did not decay."""
+
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(32, 8)
+            return embed.attend(nn.Dense(8)(embed(tokens)))
+
+    params = jax.eval_shape(lambda: Tied().init(jax.random.key(0), TOKENS)["params"])
+    loss = jax.make_jaxpr(lambda params: Tied().apply({"params": params}, TOKENS).sum())(params)
+    found = flatten_with_paths(matrices(loss, params))["Embed_0.embedding"]
+    assert (found.inputs, found.outputs, found.is_table) == ((0,), (1,), True)
+
+
 @pytest.mark.parametrize(
     ("optim", "kernel", "table"),
     [
