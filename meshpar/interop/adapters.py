@@ -6,8 +6,8 @@ Which dims are inputs, outputs or stacked layers follows from the use of a kerne
 matrices of `name.kernel` are the parameters `name.lora.kernel.a` and `.b`, with the names of the kernel's dims. So they
 are sharded like the kernel, and a checkpoint of the model without LoRA has the same paths.
 
-Memory: the gradients of the merged kernels, one after another; and under ZeRO-3 the merged kernels of a stack of
-layers, which are added before the loop over layers.
+Memory: the gradients of the merged kernels, one after another. In the manual lowering a loop over layers merges one
+layer at a time (`partition.in_loops`); under GSPMD the merged kernels of all layers are held.
 
 Source: Hu et al. 2021, arXiv:2106.09685.
 """

@@ -17,6 +17,7 @@ from meshpar.mesh.varying import Axes, untyped, varies_over
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, current, manual, tracing
 from meshpar.parallel.precision import is_mixed
+from meshpar.partition.in_loops import made_in_loops
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
@@ -100,7 +101,7 @@ def planned(
     structs = [jax.ShapeDtypeStruct(layout.shape, layout.dtype) for layout in layouts]
     with of_whole_arrays(ctx):
         closed, shapes = traced(loss, structs, tree)
-        closed = rewrite(closed)
+        closed = made_in_loops(rewrite(closed), tree.children()[0].num_leaves)
         scope = Scope(ctx, RULES)
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
     if ctx.number_format and not scope.in_8_bits:

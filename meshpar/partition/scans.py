@@ -5,7 +5,7 @@ The parameters may be stacked by the loss itself, as `meshpar.layers` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from meshpar.partition.rules.loops import scan_counts
 from meshpar.partition.stack import Own, Stack, is_literal
 
 LAYERS = "layers"
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call"}
+JIT = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_CALLS = JIT | {"checkpoint", "remat", "remat2", "custom_jvp_call"}
 _OF_EACH_NUMBER = {"convert_element_type", "copy", "neg", "mul", "add", "sub", "div"}
 """Operations that compute each number of a result alone, so that each layer can compute its own row of a stack."""
 
@@ -25,7 +26,7 @@ _OF_EACH_NUMBER = {"convert_element_type", "copy", "neg", "mul", "add", "sub", "
 def scanned(closed: ClosedJaxpr, num_params: int) -> set[int]:
     """The parameters, which are the first arguments, that loops scan."""
     flat = flattened(closed)
-    origins = _Origins(flat.jaxpr, range(num_params))
+    origins = Origins(flat.jaxpr, range(num_params))
     loops = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name == "scan"]
     found = [origins.of(v) for eqn in loops for v in eqn.invars[sum(scan_counts(eqn.params)) :]]
     return {own for origin in found if origin for own in origin.owns if isinstance(own, int)}
@@ -39,7 +40,7 @@ def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int) -
       dims: of each of its arguments, the first of which are the parameters.
     """
     stacked = [i for i, names in enumerate(dims) if names[:1] == (LAYERS,)]
-    origins = _Origins(flat.jaxpr, stacked, range(num_params))
+    origins = Origins(flat.jaxpr, stacked, range(num_params))
     used = {v for eqn in flat.jaxpr.eqns for v in eqn.invars if not is_literal(v)}
     used |= {v for v in flat.jaxpr.outvars if not is_literal(v)}
     for number, eqn in enumerate(flat.jaxpr.eqns):
@@ -50,7 +51,7 @@ def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int) -
                 yield _stack(number, eqn, found, used)
 
 
-def _stack(number: int, eqn: Any, origins: Sequence[_Origin | None], used: set[Any]) -> Stack:
+def _stack(number: int, eqn: Any, origins: Sequence[Origin | None], used: set[Any]) -> Stack:
     num_consts, num_carry = scan_counts(eqn.params)
     rows = [v for v, own in zip(eqn.invars[num_consts + num_carry :], origins, strict=True) if own is None]
     kept = [i for i, v in enumerate(eqn.outvars) if i < num_carry or v in used]
@@ -68,7 +69,7 @@ def _stack(number: int, eqn: Any, origins: Sequence[_Origin | None], used: set[A
     )
 
 
-def _body(eqn: Any, origins: Sequence[_Origin | None], kept: Sequence[int]) -> ClosedJaxpr:
+def _body(eqn: Any, origins: Sequence[Origin | None], kept: Sequence[int]) -> ClosedJaxpr:
     """The body of a loop, with the order of arguments of `Stack.body`; it begins with what is made of its own rows."""
     num_consts, num_carry = scan_counts(eqn.params)
     run = jaxpr_as_fun(eqn.params["jaxpr"])
@@ -97,7 +98,7 @@ def _body(eqn: Any, origins: Sequence[_Origin | None], kept: Sequence[int]) -> C
 
 
 @dataclass(frozen=True)
-class _Origin:
+class Origin:
     """What a stack is made of, layer by layer.
 
     Args:
@@ -110,7 +111,7 @@ class _Origin:
     made: Callable[..., Any]
 
 
-class _Origins:
+class Origins:
     """What the values of a program are made of, layer by layer.
 
     Args:
@@ -123,12 +124,12 @@ class _Origins:
         self.single = {jaxpr.invars[i]: i for i in single}
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
-    def of(self, v: Any) -> _Origin | None:
+    def of(self, v: Any) -> Origin | None:
         """None for a value of which no layer can compute its row alone."""
         if is_literal(v):
             return None
         if v in self.stacked:
-            return _Origin((self.stacked[v],), (_struct(v.aval.shape[1:], v),), lambda x: x)
+            return Origin((self.stacked[v],), (_struct(v.aval.shape[1:], v),), lambda x: x)
         eqn = self.producer.get(v)
         if eqn is None:
             return None
@@ -150,9 +151,9 @@ class _Origins:
             ]
             return eqn.primitive.bind(*given, **(params or {}))
 
-        return _Origin(tuple(o for x in found for o in x.owns), tuple(r for x in found for r in x.rows), made)
+        return Origin(tuple(o for x in found for o in x.owns), tuple(r for x in found for r in x.rows), made)
 
-    def _of_list(self, parts: Sequence[Any]) -> _Origin | None:
+    def _of_list(self, parts: Sequence[Any]) -> Origin | None:
         """A stack of parameters of single layers, or of what is made of each of them alone."""
         found = [self._followed(part) for part in parts]
         if len(found) < 2 or any(x not in self.single for x, _ in found):
@@ -167,7 +168,7 @@ class _Origins:
                 x = eqn.primitive.bind(*given, **eqn.params)
             return x
 
-        return _Origin((tuple(self.single[x] for x, _ in found),), (_struct(first.aval.shape, first),), made)
+        return Origin((tuple(self.single[x] for x, _ in found),), (_struct(first.aval.shape, first),), made)
 
     def _followed(self, v: Any) -> tuple[Any, list[Any]]:
         """The parameter that a value is made of alone, or any other value, and the operations after it."""
@@ -251,8 +252,8 @@ def _is_of_one(eqn: Any) -> bool:
     return is_alone and (eqn.primitive.name == "transpose" or eqn.primitive.name in _OF_EACH_NUMBER)
 
 
-def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program, with each call that contains a `scan` replaced by its operations."""
+def flattened(closed: ClosedJaxpr, calls: Collection[str] = _CALLS) -> ClosedJaxpr:
+    """The same program, with each call of these kinds that contains a `scan` replaced by its operations."""
     eqns: list[Any] = []
     constvars, consts = list(closed.jaxpr.constvars), list(closed.consts)
 
@@ -262,7 +263,7 @@ def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
 
         for eqn in jaxpr.eqns:
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            if eqn.primitive.name in _CALLS and _has_scan(inner):
+            if eqn.primitive.name in calls and _has_scan(inner):
                 open_: Any = getattr(inner, "jaxpr", inner)
                 within = dict(zip(open_.invars, map(read, eqn.invars), strict=True))
                 for v, x in zip(open_.constvars, getattr(inner, "consts", ()), strict=True):
