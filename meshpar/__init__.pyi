@@ -73,6 +73,7 @@ from .train.cross_entropy import cross_entropy
 from .train.data import (
     Arrow,
     Bytes,
+    Chat,
     Ids,
     Jsonl,
     Mixture,
@@ -109,6 +110,7 @@ __all__ = [
     "Balance",
     "Bytes",
     "CausalModel",
+    "Chat",
     "Checkpoint",
     "CheckpointError",
     "CheckpointMetadata",

@@ -8,6 +8,7 @@
 from meshpar.train.data import (
     Arrow,
     Bytes,
+    Chat,
     Ids,
     Jsonl,
     Mixture,
@@ -22,6 +23,6 @@ from meshpar.train.data import (
 )
 
 __all__ = [
-    "Arrow", "Bytes", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet", "StandardLibrary",
-    "Synthetic", "Text", "TokenizerFile",
+    "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet",
+    "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip

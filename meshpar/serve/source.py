@@ -25,7 +25,7 @@ from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.own_source import CausalModel
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.data import NoData, Synthetic
+from meshpar.train.data import Chat, NoData, Synthetic
 from meshpar.train.data.fingerprint import checksum
 from meshpar.train.data.special_tokens import FILES, end_ids
 from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
@@ -146,7 +146,7 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
     folder = _model_files(run, find_all(path)[-1].folder.parents[1])
     vocabulary = run.model.vocabulary()
     language = _language(folder, vocabulary.size) if folder and vocabulary else None
-    if language and not isinstance(run.data, (Synthetic, NoData)):
+    if language and not isinstance(run.data, (Chat, Synthetic, NoData)):
         language = replace(language, ends=language.ends | _closing(run.data.tokenizer))
 
     def restore(structs: Any) -> Any:

@@ -15,6 +15,7 @@ from meshpar.config.annotations import is_path, reachable
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.federated import Federated
 from tests.config.keys import PLAIN, Key, text_keys
+from tests.sources import write_tokenizer
 
 PATHS = {
     str(key): key for key in text_keys() if Path in (key.annotation, *key.metadata) or "Path" in str(key.annotation)
@@ -99,6 +100,9 @@ def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folde
     for part in _sections(data["data"]):
         if part.get("kind") == "numpy" and "tokenizer" not in key.at:
             part["tokenizer"] = {"kind": "ids", "vocab_size": 9, "bos": 0}
+        if part.get("kind") == "chat" and "tokenizer" not in key.at:
+            part["tokenizer"] = write_tokenizer(folder / "tokenizer.json").path
+            data["model"] = data["model"] | {"vocab_size": 300}
     Path("config.yaml").write_text(json.dumps(data))
     said = command("train", "config.yaml", "loggers=[]")
     assert said.code == 2, said.err

@@ -9,7 +9,7 @@ from meshpar.errors import ConfigError, control_character, printable
 from tests.config.keys import text_keys
 
 CONTROL = ("\n", "\r", "\t", "\0", "\x1b[2J", "\x7f", "\x85", "\x9b", "\u2028", "\u2029", "\u202e", "\u2066", "\udcff")
-OPAQUE = {"bos_token", "eos_token", "arguments"}
+OPAQUE = {"bos_token", "eos_token", "arguments", "template_options"}
 """Tokens, which are looked up in a tokenizer, and data of the user's own code."""
 KEYS = {str(key): key for key in text_keys()}
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.chats import UNMARKED, conversations, write_lines
+from tests.chats import write_tokenizer as write_chat_tokenizer
 from tests.sources import texts, write_tokenizer
 
 
@@ -15,6 +17,7 @@ def written(folder: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
+    _write_chats(folder)
     tokenizer = write_tokenizer(folder / "tokenizer.json")
     write_tokenizer(folder / "other.json", vocab_size=290)
     for prefix, documents in {"texts": texts(), "other": texts()[::-1]}.items():
@@ -34,6 +37,18 @@ def written(folder: Path) -> None:
                 file.write_table(table)
             ids = [token for text in some for token in (0, *tokenizer.encode(text), tokenizer.eos)]
             np.save(folder / f"{prefix}-ids" / f"{half}.npy", np.asarray(ids, np.uint16))
+
+
+def _write_chats(folder: Path) -> None:
+    """Conversations, and a template that reads each variable that a config can set."""
+    template = "{{ strftime_now('%d') }}{{ mood }}" + UNMARKED
+    lines = conversations(16)
+    for prefix, some in {"chats": lines, "other-chats": lines[::-2]}.items():
+        (folder / prefix).mkdir()
+        write_lines(folder / prefix / "a.jsonl", some[::2])
+        write_lines(folder / prefix / "b.jsonl", some[1::2])
+    write_chat_tokenizer(folder / "chat-model", template)
+    write_chat_tokenizer(folder / "other-chat-model", "other " + template)
 
 
 def write_llama(folder: Path, value: float = 1.0) -> None:

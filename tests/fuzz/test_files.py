@@ -26,9 +26,9 @@ from meshpar.experiment import actions
 from meshpar.experiment.config import Run
 from meshpar.interop.huggingface import open_pretrained
 from meshpar.serve.http.bodies import ChatBody, CompletionBody, parse
-from meshpar.serve.http.chat import ChatTemplate
 from meshpar.serve.http.errors import ApiError
 from meshpar.train.data import Arrow, Jsonl, Numpy, Parquet, TokenizerFile
+from meshpar.train.data.chat.template import ChatTemplate
 from tests.config.keys import PLAIN
 from tests.damage import at_most
 from tests.effect.files import write_llama

@@ -26,9 +26,10 @@ from meshpar.convert import on_one_device, restore_params, trained
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
 from meshpar.interop.pretrained import check_ids
-from meshpar.serve.http.chat import encode_chat, read_template
+from meshpar.serve.http.chat import encode_chat
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import Source, open_source
+from meshpar.train.data.chat.template import read_template
 from meshpar.train.data.tokenizer import Bytes, TokenizerFile
 from meshpar.tree import flatten_with_paths
 from tests.interop.pretrained import SIZES, loaded, logits, saved_with

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from meshpar.errors import CheckpointError, ConfigError
-from meshpar.serve.http import chat
-from meshpar.serve.http.chat import ChatTemplate, encode_chat, read_template
+from meshpar.errors import ConfigError, DataError
+from meshpar.serve.http.chat import encode_chat
+from meshpar.train.data.chat import template as templates
+from meshpar.train.data.chat.template import ChatTemplate, read_template
 from meshpar.train.data.tokenizer import TokenizerFile
 from tests.damage import at_most
 
@@ -69,7 +70,7 @@ def test_a_template_gets_no_method_past_the_sandbox_by_a_filter():
 
 
 def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST_S", 0.3)
+    monkeypatch.setattr(templates, "LONGEST_S", 0.3)
     forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with at_most(20), pytest.raises(ConfigError, match=r"takes longer than 0\.3 s"):
         ChatTemplate(forever, {}).render(MESSAGES)
@@ -116,9 +117,9 @@ def test_a_template_is_read_from_the_folder(tmp_path):
     assert read_template(tmp_path) == ChatTemplate("from config", {"bos_token": "<s>"})
     several = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "the default"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-    assert read_template(tmp_path) == ChatTemplate("the default", {})
+    assert read_template(tmp_path) == ChatTemplate("the default", {}, tool_use="other")
     (tmp_path / "chat_template.jinja").write_text("from file")
     assert read_template(tmp_path) == ChatTemplate("from file", {})
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+    with pytest.raises(DataError, match=r"chat_template\.jinja"):
         read_template(tmp_path)

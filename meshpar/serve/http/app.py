@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from meshpar.serve.engine import Engine
 from meshpar.serve.http.bodies import MOST_ANSWERS, Body, ChatBody, CompletionBody, parse
-from meshpar.serve.http.chat import ChatTemplate, encode_chat, read_template
+from meshpar.serve.http.chat import encode_chat
 from meshpar.serve.http.errors import HANDLERS, ApiError
 from meshpar.serve.http.metrics import Metrics
 from meshpar.serve.http.replies import Stream, complete, usage
@@ -28,6 +28,7 @@ from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Service
 from meshpar.serve.source import Source
+from meshpar.train.data.chat.template import ChatTemplate, read_template
 from meshpar.train.data.tokenizer import TokenizerFile
 
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -183,7 +184,7 @@ def endpoints_of(
     """The endpoints of a model whose programs are compiled.
 
     Raises:
-      CheckpointError: the chat template cannot be read.
+      DataError: the chat template cannot be read.
     """
     metrics = Metrics()
     service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics, source.ends)

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshpar.train.data.arrow import Arrow, Parquet
+from meshpar.train.data.chat.corpus import Chat
 from meshpar.train.data.corpus import NoData, StandardLibrary, Synthetic, Text
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
@@ -13,8 +14,8 @@ from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 __all__ = [
-    "Arrow", "Bytes", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet",
-    "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy",
+    "Parquet", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
 Data = Annotated[AnyCorpus | Mixture | NoData, Field(discriminator="kind")]

@@ -15,7 +15,7 @@ from pydantic import Field
 from meshpar.config import Coerced, Config, PathText, Positive, default
 from meshpar.errors import DataError, Problem
 from meshpar.train.data.cache import cached
-from meshpar.train.data.dataset import Dataset
+from meshpar.train.data.dataset import Dataset, Rows
 from meshpar.train.data.documents import Documents, no_data, share
 from meshpar.train.data.encode import Content, encode
 from meshpar.train.data.files import find, find_or_take, named
@@ -67,13 +67,10 @@ class Batching(Config):
         self._check_memory()
         weights = tuple(weight for weight, _ in self.sources)
         try:
-            splits = [corpus.documents().split(self.held_out_fraction) for _, corpus in self.sources]
+            splits = [corpus.rows() for _, corpus in self.sources]
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
-        joined = self.documents_in_row == "joined"
-        train, held_out = (
-            tuple(PackedRows(side, self.seq_len, joined) for side in sides) for sides in zip(*splits, strict=True)
-        )
+        train, held_out = zip(*splits, strict=True)
         return Dataset(train, self.batch_size, seed, weights), Dataset(held_out, self.batch_size, None)
 
     def _check_memory(self) -> None:
@@ -112,14 +109,14 @@ class Batching(Config):
 
 
 class Corpus(Batching):
-    """A single source of documents."""
+    """A single source of rows."""
 
     @abstractmethod
-    def documents(self) -> Documents:
-        """All documents, in order.
+    def rows(self) -> tuple[Rows, Rows]:
+        """The rows of the training documents, and of the held-out ones.
 
         Raises:
-          DataError: they do not exist or cannot be read.
+          DataError: the documents do not exist or cannot be read; one side of the split would be empty.
         """
 
     def named_files(self) -> dict[str, Path]:
@@ -131,7 +128,24 @@ class Corpus(Batching):
         return [(1, self)]
 
 
-class FileCorpus(Corpus):
+class DocumentCorpus(Corpus):
+    """A source of documents, whose tokens are all learned."""
+
+    @abstractmethod
+    def documents(self) -> Documents:
+        """All documents, in order.
+
+        Raises:
+          DataError: they do not exist or cannot be read.
+        """
+
+    def rows(self) -> tuple[Rows, Rows]:
+        train, held_out = self.documents().split(self.held_out_fraction)
+        joined = self.documents_in_row == "joined"
+        return PackedRows(train, self.seq_len, joined), PackedRows(held_out, self.seq_len, joined)
+
+
+class FileCorpus(DocumentCorpus):
     """Documents in files, and the tokenizer of their token ids."""
 
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
@@ -252,7 +266,7 @@ class StandardLibrary(WholeFiles):
         return find(self.root, "**/*.py", without)
 
 
-class NoData(Corpus):
+class NoData(DocumentCorpus):
     """No documents: the config of a converted model, which trains as soon as `data` names some.
 
     >>> NoData().documents()
@@ -285,7 +299,7 @@ def _no_data_named() -> DataError:
     return no_data("data", what, "data.kind=jsonl data.path=FILE, or another kind")
 
 
-class Synthetic(Corpus):
+class Synthetic(DocumentCorpus):
     """Generated documents with a rule to learn: a symbol is its predecessor plus 1, modulo their number, or noise.
 
     >>> first = Synthetic(vocab_size=8, document_len=10, noise=0.0).documents().take(np.arange(1, 11))[0]

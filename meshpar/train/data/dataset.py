@@ -5,14 +5,37 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from meshpar.train.data import grain_alone
 from meshpar.train.data.order import Order
-from meshpar.train.data.packing import Batch, PackedRows
+from meshpar.train.data.packing import Batch
+
+
+class Rows(Protocol):
+    """Documents in rows of equal length, which are read on request."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        ...
+
+    @property
+    def num_documents(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all documents, without padding."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: ArrayLike) -> Batch:
+        """See `PackedRows.batch`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +51,7 @@ class Dataset:
       order: which row is read when; a run that resumes with other batches has another one, see `order.resumed`.
     """
 
-    parts: tuple[PackedRows, ...]
+    parts: tuple[Rows, ...]
     batch_size: int
     seed: int | None
     weights: tuple[int, ...] = (1,)
@@ -36,12 +59,12 @@ class Dataset:
 
     @property
     def num_documents(self) -> int:
-        return sum(len(part.documents) for part in self.parts)
+        return sum(part.num_documents for part in self.parts)
 
     @property
     def num_tokens(self) -> int:
         """The tokens of all parts, with one `bos` per document, and without padding."""
-        return sum(part.documents.num_tokens for part in self.parts)
+        return sum(part.num_tokens for part in self.parts)
 
     @property
     def num_rows(self) -> int:

@@ -113,9 +113,7 @@ class Documents:
         Raises:
           DataError: one of the sides would be empty.
         """
-        held_out = self.share < fraction
-        if held_out.all() or not held_out.any():
-            raise _one_sided(np.sort(self.share).tolist(), fraction)
+        held_out = is_held_out(self.share, fraction)
         return self.where(~held_out), self.where(held_out)
 
     def take(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -146,6 +144,18 @@ class Documents:
             here = array == which
             tokens[here] = self.arrays[which][at[here]]
         return tokens
+
+
+def is_held_out(shares: np.ndarray, fraction: float) -> np.ndarray:
+    """For each share float64[num] whether its document is held out, bool[num].
+
+    Raises:
+      DataError: all are, or none is.
+    """
+    held_out = shares < fraction
+    if held_out.all() or not held_out.any():
+        raise _one_sided(np.sort(shares).tolist(), fraction)
+    return held_out
 
 
 def share(content: bytes) -> float:

@@ -33,7 +33,7 @@ class Jsonl(AtPath, TextCorpus):
 
     def read(self, files: list[Path]) -> Iterator[Content]:
         problems = Problems()
-        for where, line in _lines(files):
+        for where, line in lines(files):
             try:
                 content = _content(line, self.field)
             except ValueError as error:
@@ -46,7 +46,7 @@ class Jsonl(AtPath, TextCorpus):
         problems.raise_any(DataError, HEADING)
 
 
-def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
+def lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
     """(file:number, line) of each line that is not blank. A file is not read beyond a line that is too long."""
     for path in files:
         with open_regular(path) as file:
@@ -61,7 +61,7 @@ def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 def _content(line: bytes, field: str) -> str | np.ndarray:
     """Raises ValueError(what is wrong), or ValueError(what is wrong, fix)."""
-    value = _parse(line)
+    value = parse(line)
     if not isinstance(value, dict):
         raise ValueError(f"is {_kind(value)}, not a JSON object", f'write {{"{field}": ...}}')
     if field not in value:
@@ -75,7 +75,8 @@ def _content(line: bytes, field: str) -> str | np.ndarray:
     return content
 
 
-def _parse(line: bytes) -> Any:
+def parse(line: bytes) -> Any:
+    """The JSON of a line. Raises ValueError(what is wrong), or ValueError(what is wrong, fix)."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"is longer than {LONGEST_LINE} bytes", "split the document into several")
     try:

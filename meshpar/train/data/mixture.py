@@ -9,13 +9,14 @@ from pydantic import Field, model_validator
 
 from meshpar.config import Coerced, Config, Section
 from meshpar.train.data.arrow import Arrow, Parquet
+from meshpar.train.data.chat.corpus import Chat
 from meshpar.train.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
 from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.round_robin import LONGEST, whole_weights
 from meshpar.train.data.tokenizer import Tokenizer
 
-AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Parquet | Arrow | Numpy
+AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow | Numpy
 
 
 class MixtureComponent(Config):

@@ -83,8 +83,12 @@ def resumed(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, 
         problems.add("seed", f"was {saved['seed']}, is {seed}: it determines the order of the rows")
     for key, (before, after) in _differences(was, now).items():
         problems.add(f"data.{key}", f"was {before}, is {after}: it determines what the rows are")
+    is_repacked = old != new and any(part["kind"] == "chat" for _, part in _parts(now))
+    if is_repacked:
+        what = f"was {old}, is {new}: conversations are packed in another way into rows of another length"
+        problems.add("data.seq_len", what)
     kept = order
-    if (weights, old) != (weights_now, new):
+    if not is_repacked and (weights, old) != (weights_now, new):
         kept = _in_new_phase(order, rows, weights, old, new, problems)
     if problems.found:
         _refuse_or_warn(problems, step, now["if_changed"] == "allow")

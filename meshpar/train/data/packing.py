@@ -35,6 +35,15 @@ class PackedRows:
     def __len__(self) -> int:
         return -(-self.documents.num_tokens // self.seq_len)
 
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens, with one `bos` per document, and without padding."""
+        return self.documents.num_tokens
+
     def batch(self, rows: ArrayLike) -> Batch:
         """The rows of these indices; no other rows are read.
 

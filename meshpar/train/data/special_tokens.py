@@ -35,6 +35,15 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {name: token for name, token in found.items() if token is not None}
 
 
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The `tokenizer_config.json` of a folder; empty if it has none.
+
+    Raises:
+      DataError: it cannot be read.
+    """
+    return _read(folder)[TOKENIZER_CONFIG]
+
+
 def end_ids(folder: Path) -> tuple[int, ...]:
     """The ids that end an answer: those of `generation_config.json`, or else of `config.json`; one or several.
 

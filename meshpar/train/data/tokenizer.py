@@ -146,6 +146,13 @@ class TokenizerFile(Config):
         """The ids of a text in which special tokens count as such: for texts that a chat template rendered."""
         return self._encode_all(_with_special(self._library), [text])[0]
 
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """As `encode_special`, and int[length, 2]: the characters of the text where each token starts and ends."""
+        _utf8(text, "strict")
+        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
+            encoded = _with_special(self._library).encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.uint32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
+
     def _encode_all(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             _utf8(text, "strict")  # the library would raise a TypeError
@@ -156,6 +163,11 @@ class TokenizerFile(Config):
     def decode(self, ids: Iterable[int]) -> str:
         with _failing_as(lambda error: DataError(f"cannot be decoded by {self.path}: {error}")):
             return self._library.decode([i for i in ids if i <= self._last])
+
+    def decode_special(self, ids: Iterable[int]) -> str:
+        """The text of the ids, with that of special tokens."""
+        with _failing_as(lambda error: DataError(f"cannot be decoded by {self.path}: {error}")):
+            return self._library.decode([i for i in ids if i <= self._last], skip_special_tokens=False)
 
     @property
     def opening(self) -> tuple[int, ...]:

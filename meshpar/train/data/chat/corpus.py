@@ -1,0 +1,201 @@
+"""Conversations in JSON Lines, as rows with targets on the answers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date as Date
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import field_validator
+
+from meshpar.config import Coerced, default
+from meshpar.errors import ConfigError, DataError, DataWarning, Problems
+from meshpar.train.data.chat.conversations import read
+from meshpar.train.data.chat.rows import ConversationRows, Piece
+from meshpar.train.data.chat.targets import Encoded, Encoder, UnsuitableTemplateError
+from meshpar.train.data.chat.template import TEMPLATE, TOOL_USE, ChatTemplate, read_template
+from meshpar.train.data.corpus import AtPath, Corpus
+from meshpar.train.data.documents import HEADING, is_held_out, no_data, share
+from meshpar.train.data.files import named
+from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
+from meshpar.train.data.special_tokens import FILES, end_ids
+from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
+
+IfLonger = Literal["refuse", "truncate", "split", "drop"]
+
+
+class Chat(AtPath, Corpus):
+    """Files with one conversation per line. The chat template beside the tokenizer renders it, and answers are learned.
+
+    A line is a JSON object with `messages` (and `tools`), with `prompt` and `completion`, or with ShareGPT's
+    `conversations`. A message with `weight: 0` is not learned. A row may have several conversations, and none attends
+    to another.
+
+    >>> Chat(path="chats.jsonl", tokenizer="model/tokenizer.json").if_longer
+    'refuse'
+    """
+
+    kind: Literal["chat"] = "chat"
+    glob: str = "**/*.jsonl"
+    tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
+    """The `tokenizer.json` of the model. The files beside it have the template and the ids at which the model stops."""
+    if_longer: IfLonger = "refuse"
+    """What happens to a conversation of more than `seq_len` tokens: an error; its end is cut off; it becomes several
+    pieces, which do not attend to each other; or it is left out. What has no target then is left out too."""
+    answers: Literal["together", "apart"] = "together"
+    """Whether all answers of a conversation are learned in one text; or each in its own, after the prompt that the
+    model sees when it answers, for templates that write earlier answers in another way."""
+    date: str | None = None
+    """What a template that writes today's date writes: `2026-11-26`. Default: such a template is refused."""
+    template_options: dict[str, Any] = default({})
+    """Further variables of the template, such as `enable_thinking: false`."""
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _is_file(cls, value: Tokenizer) -> Tokenizer:
+        if not isinstance(value, TokenizerFile):
+            raise ValueError(f"conversations need a tokenizer file, and the template beside it, not {value.kind}")
+        return value
+
+    @field_validator("date")
+    @classmethod
+    def _is_date(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                Date.fromisoformat(value)
+            except ValueError:
+                raise ValueError(f"{value!r} is no date such as 2026-11-26") from None
+        return value
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def _file(self) -> TokenizerFile:
+        assert isinstance(self.tokenizer, TokenizerFile)  # validated
+        return self.tokenizer
+
+    def named_files(self) -> dict[str, Path]:
+        beside = {f"data.tokenizer: {name}": self._file.folder / name for name in (TEMPLATE, TOOL_USE, *FILES)}
+        there = {name: path for name, path in beside.items() if path.is_file()}
+        return named(self.files(), self.root) | {"data.tokenizer": Path(self._file.path)} | there
+
+    def rows(self) -> tuple[ConversationRows, ConversationRows]:
+        examples = self.examples()
+        held_out = is_held_out(np.array([one.share for one in examples]), self.held_out_fraction)
+        joined = self.documents_in_row == "joined"
+
+        def side(of: bool) -> ConversationRows:
+            chosen = [one for one, is_out in zip(examples, held_out, strict=True) if is_out == of]
+            pieces = [piece for one in chosen for piece in one.pieces]
+            return ConversationRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, joined)
+
+        return side(False), side(True)
+
+    def examples(self) -> list[Example]:
+        """What is learned, in the order of the files.
+
+        Raises:
+          DataError: lists the lines that are no conversations, that the template refuses, or that are too long.
+
+        Warns:
+          DataWarning: conversations were cut or left out, with their number; or no answer teaches the model to stop.
+        """
+        files = self.files()
+        encoder = self.encoder
+        found = list(self._examples(files, encoder))
+        longer = [one for one in found if one.size > self.seq_len]
+        kept = [one for one in found if one.pieces]
+        ends = list(encoder.ends)
+        if kept and not any(np.isin(piece.targets, ends).any() for one in kept for piece in one.pieces):
+            what = "no answer ends with an id at which the model stops, so it does not learn to stop"
+            fix = "mark the end of a turn in the template, or name it in eos_token"
+            warnings.warn(f"data: {what}: {fix}", DataWarning, stacklevel=2)
+        if longer and self.if_longer != "refuse":
+            done = {"truncate": "truncated", "split": "split", "drop": "left out"}[self.if_longer]
+            lost = sum(not one.pieces for one in found)
+            without = f"; {lost} of {len(found)} have no target left" if lost and self.if_longer != "drop" else ""
+            what = f"{len(longer)} of {len(found)} conversations are longer than data.seq_len = {self.seq_len}"
+            warnings.warn(f"{what}: {done}{without}", DataWarning, stacklevel=2)
+        return kept
+
+    @property
+    def encoder(self) -> Encoder:
+        """Encodes conversations.
+
+        Raises:
+          DataError: there is no template, or a file cannot be read.
+        """
+        tokenizer, folder = self._file, self._file.folder
+        ends = {one for one in (*end_ids(folder), tokenizer.eos) if one is not None}
+        day = datetime.fromisoformat(self.date) if self.date else None
+        return Encoder(tokenizer, self._template, ends, self.answers == "apart", day, self.template_options)
+
+    @property
+    def _template(self) -> ChatTemplate:
+        if (template := read_template(self._file.folder)) is None:
+            fix = f"put the model's {TEMPLATE} beside it, or its tokenizer_config.json"
+            raise no_data(f"data.tokenizer = {self._file.path!r}", "there is no chat template beside it", fix)
+        return template
+
+    def _examples(self, files: list[Path], encoder: Encoder) -> Iterator[Example]:
+        problems = Problems()
+        for where, line in lines(files):
+            try:
+                encoded = encoder.encode(read(parse(line)))
+            except UnsuitableTemplateError as error:  # it is so for each conversation
+                problems.add(where, *error.args)
+                break
+            except ConfigError as error:
+                problems.add(where, str(error))
+            except ValueError as error:
+                problems.add(where, *error.args)
+            else:
+                for one in encoded:
+                    example = _example(one, share(line.strip()), self.seq_len, self.if_longer)
+                    if not example.size:
+                        problems.add(where, "the template writes no token of an answer, so nothing is learned")
+                    elif example.size > self.seq_len and self.if_longer == "refuse":
+                        what = f"has {example.size} tokens, more than data.seq_len = {self.seq_len}"
+                        problems.add(where, what, "data.seq_len, or data.if_longer=truncate, split or drop")
+                    elif not problems:
+                        yield example
+            if len(problems) == MOST_PROBLEMS:
+                break
+        problems.raise_any(DataError, HEADING)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation, or the part of it that teaches one answer.
+
+    Args:
+      encoded: all of its tokens.
+      share: decides whether it is held out.
+      size: the number of tokens up to the last that is learned.
+      pieces: what is in the rows: one piece, several, or none.
+    """
+
+    encoded: Encoded
+    share: float
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+def _example(encoded: Encoded, of_share: float, seq_len: int, if_longer: IfLonger) -> Example:
+    """Each token predicts the next; what follows the last target teaches nothing, and is left out."""
+    ids = encoded.ids.astype(np.int32)
+    targets = np.where(encoded.is_learned[1:], ids[1:], np.int32(-1))
+    size = int(np.flatnonzero(targets >= 0)[-1]) + 1 if (targets >= 0).any() else 0
+    starts = range(0, size, seq_len)
+    if size > seq_len:
+        starts = {"refuse": (), "drop": (), "truncate": (0,), "split": starts}[if_longer]
+    ends = [min(size, start + seq_len) for start in starts]
+    pieces = [Piece(ids[start:end], targets[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return Example(encoded, of_share, size, tuple(piece for piece in pieces if (piece.targets >= 0).any()))
