@@ -36,9 +36,10 @@ def check_names(**arguments: Dims | None) -> list[dict[str, tuple[str, ...]]]:
             what = f"is {given!r}, and each array has names of its own"
             problems.add(argument, what, f"{argument}={{'x': ('batch', 'embed')}}")
             continue
-        names = {array: _names(one) for array, one in (given or {}).items()}
+        arrays = given or {}
+        names = {array: _names(one) for array, one in arrays.items()}
         for array in (array for array, one in names.items() if one is None):
-            what = f"is {given[array]!r}, and not a name for each dim"
+            what = f"is {arrays[array]!r}, and not a name for each dim"
             problems.add(f"{argument}[{array!r}]", what, "a tuple of names, with None for a dim without one")
         checked.append(names)
     problems.raise_any(ConfigError, "these arguments of training are wrong:")
