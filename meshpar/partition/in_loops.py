@@ -71,7 +71,7 @@ def _making(eqn: Any, merged: dict[int, Origin], arguments: Sequence[Any]) -> li
     first = num_consts + num_carry
     run = jaxpr_as_fun(params["jaxpr"])
     most = max(map(_contracted, merged.values()))
-    owns = [merged[i].owns if i in merged else None for i in range(len(eqn.invars))]
+    owns: list[Any] = [merged[i].owns if i in merged else None for i in range(len(eqn.invars))]
     given = [[v] if own is None else [arguments[i] for i in own] for v, own in zip(eqn.invars, owns, strict=True)]
 
     def loop(*arrays: Any) -> list[Any]:
