@@ -67,9 +67,10 @@ def half_stacked(
     """
     for _, eqn, found in _loops(flat, dims, num_params):
         owns = [own for origin in found if origin for own in origin.owns]
-        stacked, listed = ([own for own in owns if isinstance(own, kind)] for kind in (int, tuple))
-        if stacked and listed:
-            return eqn, stacked, [own[0] for own in listed]
+        stacked = [own for own in owns if isinstance(own, int)]
+        firsts = [own[0] for own in owns if isinstance(own, tuple)]
+        if stacked and firsts:
+            return eqn, stacked, firsts
     params = {flat.jaxpr.invars[i]: i for i in range(num_params) if dims[i][:1] == (LAYERS,)}
     taken = [e for e in flat.jaxpr.eqns if e.primitive.name in _ONE_ROW and e.invars[0] in params]
     return (taken[0], list(dict.fromkeys(params[e.invars[0]] for e in taken)), []) if taken else None
