@@ -32,14 +32,14 @@ def check_names(**arguments: Dims | None) -> list[dict[str, tuple[str, ...]]]:
     problems = Problems()
     checked = []
     for argument, given in arguments.items():
-        if not isinstance(given or {}, Mapping):
+        given = {} if given is None else given
+        if not isinstance(given, Mapping):
             what = f"is {given!r}, and each array has names of its own"
             problems.add(argument, what, f"{argument}={{'x': ('batch', 'embed')}}")
             continue
-        arrays = given or {}
-        names = {array: _names(one) for array, one in arrays.items()}
+        names = {array: _names(one) for array, one in given.items()}
         for array in (array for array, one in names.items() if one is None):
-            what = f"is {arrays[array]!r}, and not a name for each dim"
+            what = f"is {given[array]!r}, and not a name for each dim"
             problems.add(f"{argument}[{array!r}]", what, "a tuple of names, with None for a dim without one")
         checked.append(names)
     problems.raise_any(ConfigError, "these arguments of training are wrong:")

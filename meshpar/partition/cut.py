@@ -1,4 +1,4 @@
-"""Cuts the traced loss of a model at its stack of layers, for the stages of a pipeline.
+"""Cuts the traced loss of a model at a stack of layers, for the stages of a pipeline.
 
 What stands before the layers belongs to the first stage, what stands after them to the last. A value that crosses the
 cut is
@@ -8,9 +8,6 @@ cut is
   if it takes no matrix product and no loop (an embedding, a cast);
 - sent along else, as a part of what layers pass to each other. Its gradient returns the same way, and is counted once.
 
-What stands after one stack may have another, as a decoder follows an encoder, and is cut again. What stands between two
-stacks is computed by the stage where the second begins.
-
 What each layer returns beside, such as its share of an auxiliary loss, is collected in an array that is sent along too.
 
 This file depends on JAX's internals: it builds jaxprs with `jax.extend.core`, as `parallel.pipeline.split` does.
@@ -18,9 +15,8 @@ This file depends on JAX's internals: it builds jaxprs with `jax.extend.core`, a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,10 +24,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from meshpar.errors import ShardingError
-from meshpar.partition.blocks import blocks, sunk
-from meshpar.partition.scans import flattened, scans
 from meshpar.partition.source import Source
-from meshpar.partition.stack import Atom, Own, Stack, each, is_literal
+from meshpar.partition.stack import Atom, Own, Stack, arguments_of, each, is_literal
 
 _DEAR = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
 """Operations that are not computed a second time on another stage."""
@@ -84,7 +78,7 @@ class Cut:
     @property
     def of_layers(self) -> tuple[int, ...]:
         """The arguments that are parameters of layers."""
-        return _arguments(self.own)
+        return arguments_of(self.own)
 
 
 @dataclass(frozen=True)
@@ -96,146 +90,30 @@ class Argument:
     dims: tuple[str, ...] = ()
 
 
-def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num_batch: int, num_carried: int) -> Cut:
-    """Cuts a loss.
-
-    Args:
-      arguments: the parameters, the arrays of the batch, the key, and the carried state. The last results of the loss
-        are the next carried state.
-
-    Raises:
-      ShardingError: it has no stack of layers, or a value cannot cross the cut.
-    """
-    flat = sunk(flattened(closed), num_params, num_batch)
-    stacks = _stacks(flat, arguments, num_params)
-    if not stacks:
-        raise ShardingError(_NOTHING)
-
-    def size(stack: Stack) -> int:
-        return sum(math.prod(arguments[i].aval.shape) for i in _arguments(stack.own))
-
-    by_size = sorted(stacks, key=size, reverse=True)
-    several = _apart([stack for stack in by_size if size(stack) >= MATTERS * size(by_size[0])])
-    errors = []
-    for tried in [*([several] if len(several) > 1 else []), *([stack] for stack in by_size)]:
-        try:
-            found = _chain(flat, [_arguments(s.own) for s in tried], arguments, num_params, num_batch, num_carried)
-            return _without_others(found, arguments)
-        except ShardingError as error:
-            errors.append(error)
-    raise errors[-len(by_size)]
+OF_ALL_LAYERS = (
+    "a pipeline cannot cut the model here: only the stage that stores a layer has its parameters, and this reads those "
+    "of all layers; leave it out, or let the optimizer do it, as weight decay does"
+)
 
 
-MATTERS = 1 / 8
-"""The parameters of a further stack that is cut, of those of the largest. A smaller one belongs to an end."""
-
-
-def _stacks(flat: ClosedJaxpr, arguments: Sequence[Argument], num_params: int) -> list[Stack]:
-    dims = [argument.dims for argument in arguments]
-    return [*scans(flat, dims, num_params), *_lists(flat, arguments[:num_params])]
-
-
-def _apart(stacks: Sequence[Stack]) -> list[Stack]:
-    """Those stacks that share no operation and no parameter with one before them, in the order of the program."""
-    kept: list[Stack] = []
-    for one in stacks:
-        apart = all(one.stop <= x.start or x.stop <= one.start for x in kept)
-        if apart and not any({*_arguments(one.own)} & {*_arguments(x.own)} for x in kept):
-            kept.append(one)
-    return sorted(kept, key=lambda stack: stack.start)
-
-
-def _chain(
+def cut_at(
     flat: ClosedJaxpr,
-    owns: Sequence[tuple[int, ...]],
+    stack: Stack,
     arguments: Sequence[Argument],
     num_params: int,
     num_batch: int,
     num_carried: int,
     num_given: int = 0,
 ) -> Cut:
-    """Cuts at the stack with the first parameters of `owns`, and what stands after it at that with the next ones.
+    """Cuts a loss at a stack, see `chain.cut`.
 
     Args:
       num_given: how many of the last arguments are the message of the stack before.
+
+    Raises:
+      ShardingError: a value cannot cross the cut.
     """
-    stack = next((s for s in _stacks(flat, arguments, num_params) if {*_arguments(s.own)} == {*owns[0]}), None)
-    if stack is None:
-        raise ShardingError("what stands after a stack of layers has no longer the next one")
-    found = _Cutter(flat, stack, arguments, num_params, num_batch, num_carried, num_given).cut()
-    if len(owns) == 1:
-        return found
-    message = [Argument("a message", v.aval) for v in found.last.jaxpr.invars[len(found.outer) :]]
-    place = {i: n for n, i in enumerate(found.outer)}
-    rest = _chain(
-        found.last,
-        [tuple(place[i] for i in own) for own in owns[1:]],
-        [*(arguments[i] for i in found.outer), *message],
-        num_params - len(found.of_layers),
-        num_batch,
-        0,
-        len(message),
-    )
-    return replace(found, then=_renumbered(rest, found.outer))
-
-
-def _renumbered(cut: Cut, numbers: Sequence[int]) -> Cut:
-    """The cut with the arguments' numbers in a program of more arguments."""
-
-    def new(own: Own) -> Own:
-        return tuple(numbers[i] for i in own) if isinstance(own, tuple) else numbers[own]
-
-    return replace(
-        cut,
-        own=tuple(map(new, cut.own)),
-        data=tuple(numbers[i] for i in cut.data),
-        outer=tuple(numbers[i] for i in cut.outer),
-        then=_renumbered(cut.then, numbers) if cut.then else None,
-    )
-
-
-def _without_others(cut: Cut, arguments: Sequence[Argument]) -> Cut:
-    """The cut whose ends do not take the parameters of any stack's layers."""
-    of_layers = {i for one in cut.stacks for i in one.of_layers}
-
-    def trimmed(one: Cut, closed: ClosedJaxpr) -> ClosedJaxpr:
-        jaxpr = closed.jaxpr
-        dropped = {v: i for v, i in zip(jaxpr.invars, one.outer, strict=False) if i in of_layers}
-        for eqn in jaxpr.eqns:
-            for v in eqn.invars:
-                if _is_in(v, {*dropped}):
-                    raise ShardingError(f"{Source.of(eqn).line}: {arguments[dropped[v]].name}: {_OF_ALL_LAYERS}")
-        return closed.replace(jaxpr=jaxpr.replace(invars=[v for v in jaxpr.invars if v not in dropped]))
-
-    def of(one: Cut) -> Cut:
-        last = one.last if one.then else trimmed(one, one.last)
-        outer = tuple(i for i in one.outer if i not in of_layers)
-        return replace(
-            one, first=trimmed(one, one.first), last=last, outer=outer, then=of(one.then) if one.then else None
-        )
-
-    return of(cut)
-
-
-_OF_ALL_LAYERS = (
-    "a pipeline cannot cut the model here: only the stage that stores a layer has its parameters, and this reads those "
-    "of all layers; leave it out, or let the optimizer do it, as weight decay does"
-)
-_NOTHING = (
-    "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters whose first dim is "
-    "called layers, and no parameters with numbered paths that are used by equal operations one after the other; apply "
-    "the layers by nn.scan(..., metadata_params={nn.PARTITION_NAME: 'layers'}), by nnx.scan, or by jax.lax.scan with "
-    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other; or mark them by meshpar.layers"
-)
-
-
-def _arguments(own: Iterable[Own]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(i for one in own for i in (one if isinstance(one, tuple) else (one,))))
-
-
-def _lists(flat: ClosedJaxpr, params: Sequence[Argument]) -> Iterator[Stack]:
-    sizes = [(p.aval.shape, p.aval.dtype, p.dims) for p in params]
-    return blocks(flat, [p.name.removesuffix(".value") for p in params], sizes)
+    return _Cutter(flat, stack, arguments, num_params, num_batch, num_carried, num_given).cut()
 
 
 @dataclass(frozen=True)
@@ -279,7 +157,7 @@ class _Cutter:
         num_others = len(invars) - self.num_given
         self.data = tuple(range(self.num_params, num_others))
         self.given = {*invars[num_others:]}
-        self.of_layers = {invars[i] for i in _arguments(self.stack.own)}
+        self.of_layers = {invars[i] for i in arguments_of(self.stack.own)}
         self.outer = tuple(i for i, v in enumerate(invars[:num_others]) if v not in self.of_layers)
         self.entering = (*self.outer, *range(num_others, len(invars)))
         self.of_given = self._reached(self.given)
@@ -384,7 +262,7 @@ class _Cutter:
 
     def _crossing(self) -> _Crossing:
         stack = self.stack
-        read = [i for i, v in enumerate(stack.consts) if _is_in(v, self.of_params)]
+        read = [i for i, v in enumerate(stack.consts) if is_in(v, self.of_params)]
         after, again, read_after = self._after()
         sent: list[Atom] = [stack.consts[i] for i in read]
         sent += [v for v in read_after if v not in sent]
@@ -426,7 +304,7 @@ class _Cutter:
         """The values that depend on any of these, and these."""
         reached = {*start}
         for eqn in self.flat.jaxpr.eqns:
-            if any(_is_in(v, reached) for v in eqn.invars):
+            if any(is_in(v, reached) for v in eqn.invars):
                 reached.update(eqn.outvars)
         return reached
 
@@ -454,7 +332,7 @@ class _Cutter:
 
     def _check_rows(self) -> None:
         for v in (v for row in self.stack.rows for v in each(row)):
-            if _is_in(v, self.of_params):
+            if is_in(v, self.of_params):
                 what = "each layer reads its own part of a value that is computed from parameters before the layers"
                 self._refuse(v, what, "compute it inside of the layer")
 
@@ -462,7 +340,7 @@ class _Cutter:
         """Checks that the carried state follows from itself and the key, so that each microbatch's is known before."""
         changed = self._reached(self.flat.jaxpr.invars[: self.num_params + self.num_batch])
         for v, one in zip(self.carried, self.arguments[len(self.arguments) - self.num_carried :], strict=True):
-            if _is_in(v, changed):
+            if is_in(v, changed):
                 what = (
                     f"the loss computes the next {one.name} from the batch, as batch norm does: the stages work on "
                     "several microbatches at a time, so none has the state that the one before it leaves"
@@ -485,9 +363,9 @@ class _Cutter:
         """Checks that nothing but the layers reads their parameters."""
         for number in sorted(numbers):
             for v in self.flat.jaxpr.eqns[number].invars:
-                if _is_in(v, self.of_layers):
+                if is_in(v, self.of_layers):
                     at = Source.of(self.flat.jaxpr.eqns[number]).line
-                    raise ShardingError(f"{at}: {self.arguments[self.place[v]].name}: {_OF_ALL_LAYERS}")
+                    raise ShardingError(f"{at}: {self.arguments[self.place[v]].name}: {OF_ALL_LAYERS}")
 
     def _refuse(self, v: Any, what: str, fix: str) -> None:
         number = self.stack.start if is_literal(v) else self.producer.get(v)
@@ -497,7 +375,7 @@ class _Cutter:
         raise ShardingError(f"{at}: {name}: a pipeline cannot cut the model here: {what}; {fix}")
 
 
-def _is_in(v: Any, among: set[Var]) -> bool:
+def is_in(v: Any, among: set[Var]) -> bool:
     return not is_literal(v) and v in among
 
 

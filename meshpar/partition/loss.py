@@ -121,13 +121,14 @@ def planned(
 
 
 def _check_overlaps(scope: Scope) -> None:
-    """Raises ConfigError for an overlap that no product of a loss has."""
+    """Raises ConfigError for an overlap that no product of a loss has, on a mesh with its axes."""
     ctx, problems = scope.ctx, Problems()
-    if ctx.parallel.fsdp.in_chunks and not scope.in_chunks:
+    stores = ctx.gathers_in_layers and any(ctx.storage(dim) for dim in ctx.rules.table if dim != "batch")
+    if ctx.parallel.fsdp.in_chunks and stores and not scope.in_chunks:
         what = "no product of the loss is the only one to read a parameter of which one dim is stored in shards"
         problems.add("parallel.fsdp.overlap", what, "parallel.fsdp.overlap=none")
-    if ctx.parallel.tensor.overlap != "none" and not streams(scope.program, ctx):
-        over = ", ".join(ctx.axes("residual_seq"))
+    over = ", ".join(ctx.axes("residual_seq"))
+    if ctx.parallel.tensor.overlap != "none" and over and not streams(scope.program, ctx):
         what = f"no product of the loss gathers its input, or scatters its result, over {over}"
         problems.add("parallel.tensor.overlap", what, "parallel.tensor.overlap=none; explain --activations lists moves")
     problems.raise_any(ConfigError, "these overlaps have no effect:")

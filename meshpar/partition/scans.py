@@ -39,16 +39,45 @@ def scans(flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int) -
       flat: a loss, after `flattened`.
       dims: of each of its arguments, the first of which are the parameters.
     """
-    stacked = [i for i, names in enumerate(dims) if names[:1] == (LAYERS,)]
-    origins = Origins(flat.jaxpr, stacked, range(num_params))
     used = {v for eqn in flat.jaxpr.eqns for v in eqn.invars if not is_literal(v)}
     used |= {v for v in flat.jaxpr.outvars if not is_literal(v)}
+    for number, eqn, found in _loops(flat, dims, num_params):
+        if len({type(own) for origin in found if origin for own in origin.owns}) == 1:
+            yield _stack(number, eqn, found, used)
+
+
+def _loops(
+    flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int
+) -> Iterator[tuple[int, Any, list[Origin | None]]]:
+    """Each loop, its place, and what the values that it scans are made of."""
+    stacked = [i for i, names in enumerate(dims) if names[:1] == (LAYERS,)]
+    origins = Origins(flat.jaxpr, stacked, range(num_params))
     for number, eqn in enumerate(flat.jaxpr.eqns):
         if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
-            num_consts, num_carry = scan_counts(eqn.params)
-            found = [origins.of(v) for v in eqn.invars[num_consts + num_carry :]]
-            if len({type(own) for origin in found if origin for own in origin.owns}) == 1:
-                yield _stack(number, eqn, found, used)
+            yield number, eqn, [origins.of(v) for v in eqn.invars[sum(scan_counts(eqn.params)) :]]
+
+
+def half_stacked(
+    flat: ClosedJaxpr, dims: Sequence[tuple[str, ...]], num_params: int
+) -> tuple[Any, list[int], list[int]] | None:
+    """Layers of which some parameters are stacked and others in a list, and which are no `Stack` therefore.
+
+    Returns:
+      An operation of theirs, and the parameters of both kinds; None if there are no such layers.
+    """
+    for _, eqn, found in _loops(flat, dims, num_params):
+        owns = [own for origin in found if origin for own in origin.owns]
+        stacked = [own for own in owns if isinstance(own, int)]
+        firsts = [own[0] for own in owns if isinstance(own, tuple)]
+        if stacked and firsts:
+            return eqn, stacked, firsts
+    params = {flat.jaxpr.invars[i]: i for i in range(num_params) if dims[i][:1] == (LAYERS,)}
+    taken = [e for e in flat.jaxpr.eqns if e.primitive.name in _ONE_ROW and e.invars[0] in params]
+    return (taken[0], list(dict.fromkeys(params[e.invars[0]] for e in taken)), []) if taken else None
+
+
+_ONE_ROW = {"slice", "dynamic_slice", "gather"}
+"""Operations that take one row of a stack."""
 
 
 def _stack(number: int, eqn: Any, origins: Sequence[Origin | None], used: set[Any]) -> Stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,3 +55,8 @@ def is_literal(v: Any) -> bool:
 def each(row: Row) -> tuple[Atom, ...]:
     """The values that a row consists of."""
     return row if isinstance(row, tuple) else (row,)
+
+
+def arguments_of(own: Iterable[Own]) -> tuple[int, ...]:
+    """The arguments of the loss that are these."""
+    return tuple(dict.fromkeys(i for one in own for i in (one if isinstance(one, tuple) else (one,))))

@@ -20,7 +20,8 @@ from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, LayerStack, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
-from meshpar.partition.cut import Argument, Cut, cut
+from meshpar.partition.chain import cut
+from meshpar.partition.cut import Argument, Cut
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays, traced
 from meshpar.partition.plan import Placed, Scope

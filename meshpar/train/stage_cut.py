@@ -53,7 +53,9 @@ def _message(cut: Cut) -> list[Any]:
 
 def _stages(staged: StagedLoss, pipeline: Pipeline, ctx: ParallelContext) -> Iterator[str]:
     stacks, chunks = staged.cut.stacks, pipeline.cut(ctx).layers
-    numbers = np.repeat(range(len(stacks)), [one.num_layers for one in stacks])  # the stack of each layer
+    sizes = [one.num_layers for one in stacks]
+    numbers = np.repeat(range(len(stacks)), sizes)  # the stack of each layer
+    firsts = np.cumsum([0, *sizes[:-1]]).tolist()  # the first layer of each stack
     last = product_flops(staged.cut.end)
     entries = [product_flops(one.first) for one in stacks]
     layers = [product_flops(one.layer) for one in stacks]
@@ -62,11 +64,11 @@ def _stages(staged: StagedLoss, pipeline: Pipeline, ctx: ParallelContext) -> Ite
     for stage, own in enumerate(chunks):
         parts = [_range(int(row[row >= 0].min()), int(row.max())) for row in own]
         held = own[own >= 0].tolist()
-        begun = [number for number in range(len(stacks)) if numbers.tolist().index(number) in held]
+        begun = [number for number, first in enumerate(firsts) if first in held]
         flops = sum(layers[numbers[i]] for i in held) + sum(entries[i] for i in begun) + last * (stage == end)
         params = sum(staged.params_of_a_layer[numbers[i]] for i in held)
         what = f"layers {', '.join(parts)}, with {params:,} parameters"
-        between = [f"what stands before layer {numbers.tolist().index(i)}" for i in begun if i]
+        between = [f"what stands before layer {firsts[i]}" for i in begun if i]
         what = "; ".join([*(["what stands before"] if 0 in begun else []), what, *between])
         what = f"{what}; what stands after" if stage == end else what
         yield f"stage {stage}: {what}; {human_flops(flops)} in a forward of a microbatch"

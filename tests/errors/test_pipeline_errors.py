@@ -66,6 +66,23 @@ def chosen(params, batch, key):
     return mean(x, batch), {"largest": largest.max().astype(jnp.float32)}
 
 
+def of_both_kinds(key):
+    return {"layers": {"w": jnp.ones((4, WIDTH, WIDTH))}, "blocks": [{"v": jnp.ones((WIDTH, WIDTH))} for _ in range(4)]}
+
+
+def scanning_some(params, batch, key):
+    listed = jnp.stack([block["v"] for block in params["blocks"]])
+    rows = params["layers"]["w"], listed
+    return mean(jax.lax.scan(lambda x, row: (jnp.tanh(x @ row[0]) @ row[1], None), batch["x"], rows)[0], batch)
+
+
+def reading_rows(params, batch, key):
+    x = batch["x"]
+    for i, block in enumerate(params["blocks"]):
+        x = jnp.tanh(x @ params["layers"]["w"][i]) @ block["v"]
+    return mean(x, batch)
+
+
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -112,6 +129,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
     ),
     "a number that each layer returns": (
         chosen, {}, ShardingError, [HERE, "(chosen): i32[4]", "no floating-point number; cast it to a float"],
+    ),
+    "layers of which one parameter is in a list": (
+        scanning_some, {"init": of_both_kinds}, ShardingError,
+        ["(scanning_some)", "scans layers.w, which is stacked in dim layers, and blocks.0.v of a list; stack all"],
+    ),
+    "rows of a stack beside a list": (
+        reading_rows, {"init": of_both_kinds}, ShardingError,
+        ["(reading_rows)", "reads layers.w, which is stacked in dim layers, one row at a time", "keep all of them"],
     ),
     "a loss for local shards": (
         stacked, {"manual": True}, ConfigError,

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import meshpar
-from meshpar import ConfigError, Parallel, training
+from meshpar import ConfigError, MeshLayout, Parallel, training
 from meshpar.collectives import ring
 from meshpar.collectives.ring import Ring
 from meshpar.cost.traced import traced_collectives, traffic
@@ -69,6 +69,14 @@ def test_products_send_chunks_and_the_bytes_of_the_closed_form(layout):
 def test_an_overlap_that_no_product_has_is_refused(layout):
     with pytest.raises(ConfigError, match=f"parallel.{layout}.overlap\n    no product of the loss"):
         sent(tied, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overlap_is_no_error_on_a_mesh_without_its_axis(layout):
+    """`verify` compares each axis alone with one device."""
+    one = MeshLayout().build(jax.devices()[:1])
+    alone = adopted(mlp, layout).on(mesh=one)
+    assert not traced_collectives(jax.make_jaxpr(alone.step)(alone.placement.structs, alone.batch))
 
 
 def test_a_fragment_without_parameters_is_refused():

@@ -30,6 +30,7 @@ import optax
 from flax import nnx
 from jax import lax
 
+from meshpar import constrain
 from meshpar.parallel import tensor
 
 
@@ -64,6 +65,18 @@ class Stacked(nn.Module):
         for i in range(4):
             x = x + nn.Dense(16, name=f"layer_{i}")(nn.gelu(x))
         return nn.Dense(64)(x)
+
+
+class Sequence(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        def kernel(*dims):
+            return nn.with_logical_partitioning(nn.initializers.lecun_normal(), dims)
+
+        x = constrain(nn.Embed(64, 16)(tokens), "batch", "residual_seq", "embed")
+        hidden = nn.gelu(nn.Dense(32, use_bias=False, kernel_init=kernel("embed", "mlp"))(x))
+        x = nn.Dense(16, use_bias=False, kernel_init=kernel("mlp", "embed"))(hidden)
+        return nn.Dense(64)(constrain(x, "batch", "residual_seq", "embed"))
 
 
 class OwnNNX(nnx.Module):
@@ -516,6 +529,25 @@ def test_an_imported_model_with_a_pipeline_or_an_overlap_is_refused(meshpar):
         in output
     )
     assert "an imported model is written for local shards, and communicates by itself" in output
+
+
+OVERLAPPED = [
+    "model.target=own_model:Sequence", "model.activation_dims=[residual_seq]",
+    "rules={preset: [fsdp, megatron_sp], unnamed: []}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_an_overlap_of_an_imported_model_sends_chunks(meshpar, axis):
+    output = meshpar("inspect", "config.yaml", *OVERLAPPED, f"parallel.{axis}.overlap=ring")[1]
+    assert ["collective_permute", axis] in [line.split()[:2] for line in output.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_an_overlap_of_an_imported_model_is_verified(meshpar, axis):
+    code, output = meshpar("verify", "config.yaml", *OVERLAPPED, f"parallel.{axis}.overlap=bidirectional")
+    assert (code, "equal to one device: no difference is above 1e-10" in output) == (0, True)
 
 
 def test_an_imported_model_with_a_teacher_is_refused(meshpar):
