@@ -102,7 +102,7 @@ class OwnDecoding:
     def rows(self) -> RowSampling:
         """Structs of a `RowSampling`."""
         fractions, numbers = self.per_row(dtype=jnp.float32), self.per_row()
-        return RowSampling(fractions, numbers, fractions, self.per_row(dtype=jnp.uint32), numbers)
+        return RowSampling(fractions, numbers, fractions, fractions, self.per_row(dtype=jnp.uint32), numbers)
 
     # Programs ----------------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class PagedDecoding(ModelOnMesh):
         seeds = self.per_row(num_rows, dtype=jnp.uint32)
         return Rows(
             self.per_row(num_rows, self.capacity.pages_of_row),
-            RowSampling(fractions, whole_numbers, fractions, seeds, whole_numbers),
+            RowSampling(fractions, whole_numbers, fractions, fractions, seeds, whole_numbers),
             jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh)),
         )
 

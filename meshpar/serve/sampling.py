@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ class Sampling:
       temperature: divides the logits; 0 selects the most probable token.
       top_k: sample from the k most probable tokens; None for all.
       top_p: of these, sample from the most probable ones that together have this probability; 1 for all.
+      min_p: of these, sample from those with at least this fraction of the largest probability; 0 for all.
       seed: seed of the random draws. They depend only on it, the row and the position: not on mesh or batch size.
 
     Raises:
@@ -33,12 +35,14 @@ class Sampling:
 
     Numerics: at least float32. Tokens as probable as the last one within top_k or top_p are included too.
 
-    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2019, arXiv:1904.09751 (top-p).
+    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2019, arXiv:1904.09751 (top-p); Nguyen et al.
+    2024, arXiv:2407.01082 (min-p).
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,10 +53,12 @@ class Sampling:
             problems.add("top_k", f"{self.top_k} is not 1 or more", "leave it out for all tokens")
         if not 0 < self.top_p <= 1:
             problems.add("top_p", f"{self.top_p} is not a probability above 0", "1 for all tokens")
+        if not 0 <= self.min_p <= 1:
+            problems.add("min_p", f"{self.min_p} is not a fraction", "0 for all tokens")
         if not 0 <= self.seed < 2**32:
             problems.add("seed", f"{self.seed} is not in [0, 2^32)", "0")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            what = "temperature 0 selects the most probable token, whatever top_k and top_p are"
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1 or self.min_p):
+            what = "temperature 0 selects the most probable token, whatever top_k, top_p and min_p are"
             problems.add("temperature", what, "1, to sample from the model's probabilities")
         problems.raise_any(ConfigError, "these settings of sampling are invalid:")
 
@@ -76,8 +82,11 @@ def sample(
     if how.temperature == 0:
         return tensor.argmax(logits)
     logits /= how.temperature
-    if how.top_k is not None or how.top_p < 1:
-        least = _least_kept(tensor.top(logits, how.top_k or vocab_size), how.top_p)
+    if how.top_k is not None or how.top_p < 1 or how.min_p:
+        best = tensor.top(logits, how.top_k or vocab_size)
+        least = _least_kept(best, how.top_p)
+        if how.min_p:
+            least = jnp.maximum(least, best[:, :1] + math.log(how.min_p))
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     return tensor.argmax(logits + _noise(logits, rows, positions, how.seed))
 
@@ -86,7 +95,7 @@ class RowSampling(NamedTuple):
     """A `Sampling` for each row.
 
     Args:
-      temperature, top_p: float32[batch].
+      temperature, top_p, min_p: float32[batch].
       top_k: int32[batch]; 0 for all.
       seed: uint32[batch].
       rows: int32[batch]. The index of each row among those with its seed.
@@ -95,6 +104,7 @@ class RowSampling(NamedTuple):
     temperature: Any
     top_k: Any
     top_p: Any
+    min_p: Any
     seed: Any
     rows: Any
 
@@ -105,6 +115,7 @@ class RowSampling(NamedTuple):
             np.array([how.temperature for how in samplings], np.float32),
             np.array([how.top_k or 0 for how in samplings], np.int32),
             np.array([how.top_p for how in samplings], np.float32),
+            np.array([how.min_p for how in samplings], np.float32),
             np.array([how.seed for how in samplings], np.uint32),
             np.array(rows, np.int32),
         )
@@ -129,6 +140,7 @@ def sample_each(
         top_k = jnp.where(how.top_k > 0, how.top_k, vocab_size)[:, None]
         best = jnp.where(jnp.arange(best.shape[-1], dtype=jnp.int32) < top_k, best, -jnp.inf)
         least = _least_kept(best, how.top_p[:, None].astype(best.dtype))
+        least = jnp.maximum(least, best[:, :1] + jnp.log(how.min_p[:, None].astype(best.dtype)))
         kept = jnp.where(scaled >= least, scaled, -jnp.inf)
         return jnp.where(is_drawn, kept + _noise(kept, how.rows, positions, how.seed), logits)
 

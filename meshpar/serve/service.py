@@ -119,12 +119,15 @@ class Service:
             return "failed"
         return "draining" if self.is_draining else "ok"
 
-    def submit(self, requests: Sequence[Request], stop: Sequence[str] = (), per_prompt: int = 1) -> Answers:
+    def submit(
+        self, requests: Sequence[Request], stop: Sequence[str] = (), per_prompt: int = 1, ends: Collection[int] = ()
+    ) -> Answers:  # fmt: skip
         """Adds requests to the queue, all or none.
 
         Args:
           stop: texts before which each answer ends.
           per_prompt: see `Answers`.
+          ends: ids that end each answer, besides those of the model.
 
         Raises:
           QueueFullError: they do not fit into the queue.
@@ -133,7 +136,8 @@ class Service:
         if self.status != "ok":
             raise UnavailableError(f"the server is {self.status}")
         self.scheduler.submit(requests)
-        answers = [Answer(self._tokenizer, stop, one.max_tokens, self._ends, one.prompt) for one in requests]
+        own = (self._tokenizer.bos, self._tokenizer.eos) if self._ends is None else self._ends
+        answers = [Answer(self._tokenizer, stop, one.max_tokens, {*own, *ends}, one.prompt) for one in requests]
         group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests), per_prompt)
         self._running.update({request: (group, i) for i, request in enumerate(requests)})
         self._submitted.set()

@@ -49,7 +49,8 @@ class Source:
       run: its model, mesh, rules, lowering and precision are used.
       restore: structs with shardings -> the parameters.
       language: the tokenizer; default: that of the run's data, with the token that opens a document.
-      folder: the Hugging Face folder that the tokenizer is in; None if the tokenizer is that of the run's data.
+      folder: the folder with the chat template and the settings of sampling: the Hugging Face folder that the tokenizer
+        is in, or that of the conversations' tokenizer; None if there is none.
 
     Raises:
       ConfigError: the model cannot generate.
@@ -153,7 +154,7 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
         saved = find(path, (*PARAMS, *AVERAGES))
         return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
 
-    return Source(run, restore, language, folder if language else None)
+    return Source(run, restore, language, folder if language else _chat_files(run))
 
 
 def _closing(tokenizer: Tokenizer) -> set[int]:
@@ -182,6 +183,12 @@ def _model_files(run: Run, run_dir: Path) -> Path | None:
     if folder is None or isinstance(run.data, (Synthetic, NoData)) or isinstance(tokenizer, Ids):
         return folder
     return folder if isinstance(tokenizer, TokenizerFile) and _is_copy(Path(tokenizer.path), folder) else None
+
+
+def _chat_files(run: Run) -> Path | None:
+    """The folder with the template of a model that was trained on conversations from the beginning."""
+    tokenizer = run.data.tokenizer
+    return tokenizer.folder if isinstance(run.data, Chat) and isinstance(tokenizer, TokenizerFile) else None
 
 
 def _is_copy(path: Path, folder: Path) -> bool:

@@ -184,3 +184,24 @@ def train_lora() -> None:
     call("train", "run/config.yaml", *DATA, *OPTIM, *words, *steps)
     evals = [record["loss"] for record in records("tuned", "evaluation")]
     assert evals[-1] < evals[0]
+
+
+SCRATCH = """\
+model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 320}
+data: {kind: chat, path: chats.jsonl, tokenizer: hf/tokenizer.json, batch_size: 8, seq_len: 96, held_out_fraction: 0.1}
+optim: {kind: adamw, lr: 0.01}
+num_steps: 2
+run_dir: scratch
+mesh: {data: 8}
+loggers: []
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_is_trained_on_conversations_from_the_beginning_has_their_template(here):
+    Path("scratch.yaml").write_text(SCRATCH)
+    call("train", "scratch.yaml")
+    messages = [{"role": "user", "content": "What is the capital of Peru?"}]
+    call("export", "scratch", "scratch-out", "--format", "hf")
+    answer, (text, prompt_tokens) = chat_with("scratch", messages), their_chat("scratch-out", messages)
+    assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, prompt_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import random
 from collections import Counter
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from meshpar.errors import DataError, DataWarning
 from meshpar.serve.answer import Answer
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
@@ -28,6 +30,7 @@ from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Row
 from meshpar.serve.service import Answers
+from meshpar.train.data.special_tokens import SamplingDefaults, sampling_defaults
 from tests.serve import malformed
 from tests.serve.client import IDS, JSON, Client, serving
 from tests.serving import engine, generator, paged, params, placed
@@ -215,6 +218,51 @@ def test_a_stop_string_that_spans_tokens_ends_an_answer_as_in_generate(one):
         assert "".join(event["choices"][0]["text"] for event in pieces) == want.text
 
     run(one, scene)
+
+
+def test_ids_at_which_an_answer_stops_are_those_of_the_request_too(one):
+    free = generated(10)
+    third = free.tokens[2]
+    before = free.tokens.index(third)
+
+    async def scene(client: Client) -> None:
+        settings: Any = {"max_tokens": 10, "temperature": 0, "stop_token_ids": [third]}
+        reply = (await client.complete(PROMPT, **settings)).json
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["choices"][0]["text"].split() == [str(token) for token in free.tokens[:before]]
+        again = (await client.complete(PROMPT, max_tokens=10, temperature=0)).json
+        assert again["choices"][0]["finish_reason"] == "length", "other requests stop where they did"
+
+    run(one, scene)
+
+
+def test_a_request_that_names_no_sampling_has_that_of_generation_config(one, tmp_path, monkeypatch):
+    from meshpar.serve.http import app
+
+    saved = {"do_sample": True, "temperature": 5.0, "top_k": 9, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(app, "NEUTRAL", sampling_defaults(tmp_path))
+
+    async def scene(client: Client) -> list[str]:
+        replies = [await client.complete(PROMPT, max_tokens=9, seed=5, **more) for more in ({}, {"temperature": 0})]
+        return [reply.json["choices"][0]["text"] for reply in replies]
+
+    drawn, greedy = run(one, scene)
+    assert drawn == generated(9, Sampling(temperature=5.0, top_k=9, top_p=0.9, seed=5)).text
+    assert greedy == generated(9).text
+
+
+def test_generation_config_is_read_as_it_is_meant(tmp_path):
+    def read(saved: dict[str, Any]) -> SamplingDefaults:
+        (tmp_path / "generation_config.json").write_text(json.dumps(saved))
+        return sampling_defaults(tmp_path)
+
+    assert read({"temperature": 0.2}) == SamplingDefaults(), "do_sample is false by default"
+    assert read({"do_sample": True, "temperature": 0.2, "top_k": 0}) == SamplingDefaults(temperature=0.2)
+    with pytest.raises(DataError, match=r"top_p = 2 *\n* *is not from 0 to 1"):
+        read({"do_sample": True, "top_p": 2})
+    with pytest.warns(DataWarning, match=r"repetition_penalty = 1.05 is not supported"):
+        read({"do_sample": True, "repetition_penalty": 1.05})
 
 
 @pytest.mark.parametrize("drafter", [None, DRAFTER])

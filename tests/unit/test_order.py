@@ -235,3 +235,12 @@ def test_a_run_goes_on_with_the_rows_that_it_has_not_read(corpora, command, tmp_
     with pytest.warns(DataWarning, match="from step 8 on"):
         said = command("train", "config.yaml", "num_steps=9", "data.batch_size=8", "data.if_changed=allow", "seed=5")
     assert said.code == 0, said.err
+
+
+def test_conversations_are_packed_anew_into_rows_of_another_length():
+    """So a run cannot go on in rows of another length, although the old one is a multiple of it."""
+    data = {"kind": "chat", "batch_size": 8, "seq_len": 8, "held_out_fraction": 0.1, "if_changed": "refuse"}
+    saved = {"rows_read": 24, "seed": 0}
+    with pytest.raises(DataError, match=r"data.seq_len\n    was 8, is 4: conversations are packed in another way"):
+        resumed(saved, data, data | {"seq_len": 4}, 3, 0)
+    assert resumed(saved, data, data | {"batch_size": 4}, 3, 0).first == 24 - 3 * 4

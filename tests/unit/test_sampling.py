@@ -28,19 +28,21 @@ SAMPLINGS = {
     "top_k": Sampling(temperature=1.3, top_k=5),
     "top_p": Sampling(temperature=1.0, top_p=0.8),
     "top_k and top_p": Sampling(temperature=1.0, top_k=12, top_p=0.6, seed=3),
+    "min_p": Sampling(temperature=1.0, min_p=0.2),
+    "top_p and min_p": Sampling(temperature=1.5, top_p=0.9, min_p=0.1, seed=4),
     "all of them": Sampling(temperature=1.0, top_k=99, top_p=1.0),
 }
 
 
 def reference(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The probability of each token, by the papers' definitions of top-k and top-p."""
+    """The probability of each token, by the papers' definitions of top-k, top-p and min-p."""
     probabilities = np.exp(logits[:VOCAB].astype(np.float64) / sampling.temperature)
     order = np.argsort(-probabilities)[: sampling.top_k]
     share = probabilities[order] / probabilities[order].sum()
     kept = []
     total = 0.0
     for token, p in zip(order, share, strict=True):
-        if total >= sampling.top_p:
+        if total >= sampling.top_p or p < sampling.min_p * share[0]:
             break
         kept.append(token)
         total += p
@@ -70,7 +72,7 @@ def test_draws_have_the_distribution_of_the_reference(name):
     assert drawn <= possible
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "top_k and top_p"])
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "top_k and top_p", "min_p"])
 def test_control_another_distribution_is_seen(name):
     assert distance(Sampling(temperature=1.0), SAMPLINGS[name]) > 0.05
 

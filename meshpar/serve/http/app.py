@@ -29,6 +29,7 @@ from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Service
 from meshpar.serve.source import Source
 from meshpar.train.data.chat.template import ChatTemplate, read_template
+from meshpar.train.data.special_tokens import NEUTRAL, SamplingDefaults, sampling_defaults
 from meshpar.train.data.tokenizer import TokenizerFile
 
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -47,6 +48,7 @@ class Endpoints:
       name: the name of the model.
       vocab_size: the ids of the model are below it.
       template: the chat template; None if the model has none.
+      default: how tokens are sampled if a request does not say it.
       token: the bearer token that clients must send; None if there is none.
       hosts: the values of the header Host that are accepted. A page of another site whose name was made to resolve to
         this address sends another one (DNS rebinding).
@@ -58,6 +60,7 @@ class Endpoints:
     name: str
     vocab_size: int
     template: ChatTemplate | None = None
+    default: SamplingDefaults = NEUTRAL
     token: str | None = None
     hosts: Sequence[str] = ("*",)
 
@@ -89,7 +92,8 @@ class Endpoints:
         if self.template is None or not isinstance(tokenizer, TokenizerFile):
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions", code="no_chat_template")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages)
+        options = body.chat_template_kwargs
+        prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, options=options)
         max_tokens = body.max_completion_tokens or body.max_tokens
         return await self._answer(http, body, [prompt], ChatShape(self.name), max_tokens)
 
@@ -128,7 +132,7 @@ class Endpoints:
         if body.model not in (None, self.name):
             raise ApiError(404, f"there is no model {body.model!r}, only {self.name!r}", "model", "model_not_found")
         requests = self._requests(body, prompts, max_tokens)
-        answers = self.service.submit(requests, body.stop, body.n or 1)
+        answers = self.service.submit(requests, body.stop, body.n or 1, body.stop_token_ids or ())
         if body.stream:
             return Stream(answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage))
         await complete(http, answers)
@@ -140,7 +144,7 @@ class Endpoints:
         if not 0 < len(prompts) * num_answers <= most:
             what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
             raise ApiError(400, what, "n")
-        sampling = body.sampling()
+        sampling = body.sampling(self.default)
         repeated = [prompt for prompt in prompts for _ in range(num_answers)]
         longest = [self._max_tokens(prompt, max_tokens) for prompt in repeated]
         return [
@@ -190,7 +194,8 @@ def endpoints_of(
     service = Service(engine, engine.decoding.capacity, source.tokenizer, metrics, source.ends)
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
-    return Endpoints(service, metrics, source, name, engine.vocab_size, template, token, hosts)
+    default = sampling_defaults(source.folder) if source.folder else NEUTRAL
+    return Endpoints(service, metrics, source, name, engine.vocab_size, template, default, token, hosts)
 
 
 async def _body(http: HttpRequest) -> bytes:

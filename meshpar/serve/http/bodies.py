@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from meshpar.errors import nearest
 from meshpar.serve.http.errors import ApiError
 from meshpar.serve.sampling import Sampling
+from meshpar.train.data.special_tokens import SamplingDefaults
 
 MOST_ANSWERS = 128
 """The most answers of a request: prompts times `n`."""
@@ -39,17 +40,19 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The keys that completions and chats share. `top_k` is not OpenAI's."""
+    """The keys that completions and chats share. `top_k`, `min_p` and `stop_token_ids` are not OpenAI's."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float | None, Field(ge=0, le=100, allow_inf_nan=False)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=0, lt=2**32)] = None
     n: Annotated[int | None, Field(ge=1, le=MOST_ANSWERS)] = 1
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field(max_length=64)] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -73,13 +76,19 @@ class Body(BaseModel):
                 raise ValueError(f"{key} is not supported: leave it out")
         return kept
 
-    def sampling(self) -> Sampling:
-        """How tokens are sampled, by default with a random seed. With temperature 0, top_p and top_k have no effect."""
-        temperature = 1.0 if self.temperature is None else self.temperature
+    def sampling(self, default: SamplingDefaults) -> Sampling:
+        """How tokens are sampled: as the request says, or else as the model's `generation_config.json`.
+
+        The seed is random by default. With temperature 0 the others have no effect.
+        """
+        temperature = default.temperature if self.temperature is None else self.temperature
         if temperature == 0:
             return Sampling()
         seed = secrets.randbelow(2**32) if self.seed is None else self.seed
-        return Sampling(temperature=temperature, top_k=self.top_k, top_p=self.top_p or 1.0, seed=seed)
+        return Sampling(
+            temperature=temperature, top_k=self.top_k or default.top_k, top_p=self.top_p or default.top_p,
+            min_p=default.min_p if self.min_p is None else self.min_p, seed=seed,
+        )  # fmt: skip
 
 
 class CompletionBody(Body):
@@ -125,10 +134,11 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
-    """The body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`. `chat_template_kwargs`, variables of the template, are not OpenAI's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

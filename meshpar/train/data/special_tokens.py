@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshpar.errors import DataError
+from meshpar.errors import DataError, DataWarning, Problems
 from meshpar.regular import open_regular
 
 CONFIG = "config.json"
@@ -52,6 +53,45 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     """
     files = _read(folder)
     return _ids(files[GENERATION].get("eos_token_id")) or _ids(files[CONFIG].get("eos_token_id"))
+
+
+class SamplingDefaults(NamedTuple):
+    """How a model's tokens are sampled unless a request says it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+
+
+NEUTRAL = SamplingDefaults()
+"""From the model's own probabilities."""
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    """The settings in `generation_config.json`, if they are to sample (`do_sample`).
+
+    Raises:
+      DataError: a value is wrong, or the file cannot be read.
+
+    Warns:
+      DataWarning: the model should be sampled with a penalty, which is not supported.
+    """
+    settings = _read(folder)[GENERATION]
+    if settings.get("do_sample") is not True:
+        return NEUTRAL
+    limits = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31 - 1), "min_p": (0, 1)}
+    found: dict[str, Any] = {key: settings[key] for key in limits if settings.get(key) is not None}
+    problems = Problems()
+    for key, value in found.items():
+        low, high = limits[key]
+        if type(value) not in ((int,) if key == "top_k" else (int, float)) or not low <= value <= high:
+            problems.add(f"{folder / GENERATION}: {key} = {value!r}", f"is not from {low} to {high}", "remove it")
+    problems.raise_any(DataError, "how the model is sampled cannot be read:")
+    if settings.get("repetition_penalty") not in (None, 1, 1.0):
+        what = f"repetition_penalty = {settings['repetition_penalty']} is not supported: answers are sampled without it"
+        warnings.warn(f"{folder / GENERATION}: {what}", DataWarning, stacklevel=2)
+    return SamplingDefaults(**found | {"top_k": found.get("top_k") or None, "top_p": found.get("top_p") or 1.0})
 
 
 def first_ids(folder: Path) -> tuple[int, ...]:
