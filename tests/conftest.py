@@ -28,6 +28,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects and few cycles: by default it takes 7 to 13 % longer
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_traceback_in_locations_limit", 1)  # the lines of all callers make lowering a tenth longer
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking for garbage in it takes a tenth of the tests' time."""
+    gc.freeze()
 
 
 @pytest.fixture
@@ -41,3 +47,11 @@ def float64():
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
     """Runs `meshpar WORDS`."""
     return lambda *words: Said(exit_code(*words), *capsys.readouterr())
+
+
+@pytest.fixture
+def lines_of_callers():
+    """An inspection reads them, as XLA's text has them outside the tests."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 1)

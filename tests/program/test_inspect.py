@@ -21,6 +21,9 @@ from tests.layouts import LAYOUTS
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
 
 
+pytestmark = pytest.mark.usefixtures("lines_of_callers")
+
+
 @lru_cache
 def inspected(layout: str, lowering: str = "manual", num_microbatches: int = 1) -> tuple[Prepared, Inspection]:
     run = prepared(layout, lowering, num_microbatches)

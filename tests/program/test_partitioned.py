@@ -24,6 +24,7 @@ from tests.zoo import llama as plain
 from tests.zoo.parts import SEQ as ZOO_SEQ
 from tests.zoo.parts import VOCAB, sentences
 
+pytestmark = pytest.mark.usefixtures("lines_of_callers")
 OWN = Llama(
     num_layers=plain.LAYERS, hidden_size=plain.WIDTH, num_heads=plain.HEADS, num_kv_heads=plain.KV_HEADS,
     intermediate_size=plain.HIDDEN, vocab_size=VOCAB, max_seq_len=SEQ,
