@@ -28,6 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects and few cycles: by default it takes 7 to 13 % longer
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+NUM_LINES = jax.config.jax_traceback_in_locations_limit
 jax.config.update("jax_traceback_in_locations_limit", 1)  # the lines of all callers make lowering a tenth longer
 
 
@@ -52,6 +53,6 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
 @pytest.fixture
 def lines_of_callers():
     """An inspection reads them, as XLA's text has them outside the tests."""
-    jax.config.update("jax_traceback_in_locations_limit", 10)
+    jax.config.update("jax_traceback_in_locations_limit", NUM_LINES)
     yield
     jax.config.update("jax_traceback_in_locations_limit", 1)

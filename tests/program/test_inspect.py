@@ -20,7 +20,6 @@ from meshpar.sharding.resolve import Placement
 from tests.layouts import LAYOUTS
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared
 
-
 pytestmark = pytest.mark.usefixtures("lines_of_callers")
 
 
