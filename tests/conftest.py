@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tests.xla import FLAGS
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"  # the lines of all callers make lowering a tenth longer
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the cache in the user's home is neither read nor written
 
 import jax
@@ -28,8 +29,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects and few cycles: by default it takes 7 to 13 % longer
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-NUM_LINES = jax.config.jax_traceback_in_locations_limit
-jax.config.update("jax_traceback_in_locations_limit", 1)  # the lines of all callers make lowering a tenth longer
 
 
 def pytest_collection_finish() -> None:
@@ -52,7 +51,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
 
 @pytest.fixture
 def lines_of_callers():
-    """An inspection reads them, as XLA's text has them outside the tests."""
-    jax.config.update("jax_traceback_in_locations_limit", NUM_LINES)
+    """An inspection reads them: as many as JAX keeps by default."""
+    jax.config.update("jax_traceback_in_locations_limit", 100)
     yield
     jax.config.update("jax_traceback_in_locations_limit", 1)

@@ -59,7 +59,8 @@ def pasted(code, page, line):
 '''
 RUNNER = f"""
 {PASTE}
-import json, os, shlex, subprocess, sys
+import gc, json, os, shlex, subprocess, sys
+gc.set_threshold(100_000, 20, 20)  # as in the other tests
 sys.displayhook = lambda value: None  # the pages do not show the value of each line
 names, shell = {{"__name__": "__main__"}}, dict(os.environ)
 background = []
@@ -143,17 +144,20 @@ OPTIMIZED = ("inspect.md", "14-precision.md")
 """Pages that show what XLA's optimizations make: names that are followed through fusions, and memory."""
 
 
+QUICKLY = {"XLA_FLAGS": FLAGS, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1"}
+
+
 def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
     """What each block prints, run in order in one process with `folder` as the working directory.
 
-    XLA compiles quickly, as in the other tests. A reader's XLA optimizes, which changes figures of two pages only.
+    JAX and XLA compile quickly, as in the other tests. A reader's XLA optimizes, which changes figures of two pages.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, page],
         input=json.dumps([(b.language, b.line, b.code, b.num_lines) for b in program]),
         cwd=folder,
-        env=shell() | ({} if page.name in OPTIMIZED else {"XLA_FLAGS": FLAGS}),
+        env=shell() | ({} if page.name in OPTIMIZED else QUICKLY),
         capture_output=True,
         text=True,
     )

@@ -59,7 +59,11 @@ def test_control_the_reference_has_one_chunk_and_the_others_have_several():
     assert chunk_length(12, ROWS // 8, SEQ, 16, 32) == 3
 
 
-STAGES = [("1f1b", "pipe4", "llama"), ("zbv", "pipe2", "tied"), ("interleaved", "fsdp2_tensor2_sp", "llama")]
+STAGES = [
+    pytest.param("1f1b", "pipe4", "llama", marks=pytest.mark.slow),
+    ("zbv", "pipe2", "tied"),
+    ("interleaved", "fsdp2_tensor2_sp", "llama"),
+]
 
 
 @pytest.mark.parametrize(("kind", "mesh", "model"), STAGES)

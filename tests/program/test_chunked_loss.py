@@ -29,8 +29,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "frozen_head": {"lora": LoRA(rank=2, paths=("blocks.**",))},
     "tied": {"model": Llama(**test_bytes.SIZES, tie_embeddings=True)},
 }
-CASES = [(layout, num, "plain") for layout in LAYOUTS for num in (1, 4)]
-CASES += [("data2_fsdp2_tensor2", 1, name) for name in OTHERS]
+CASES = [
+    pytest.param(layout, num, "plain", marks=[] if (i + num) % 2 else pytest.mark.slow)
+    for i, layout in enumerate(LAYOUTS)
+    for num in (1, 4)
+]
+CASES += [pytest.param("data2_fsdp2_tensor2", 1, name) for name in OTHERS]
 
 
 def prepared(layout: str, chunk: Any, num_microbatches: int = 1, lowering: str = "manual", **more: Any) -> Prepared:

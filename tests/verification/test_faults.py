@@ -40,7 +40,7 @@ def guilty(proof: Verification) -> dict[str, str]:
     [
         (CUBE, FSDP, {"draws": True, "num_microbatches": 2}),
         (CUBE, ("zero1", "megatron_sp"), {}),
-        ({"data": 2, "tensor": 4}, ("megatron_sp",), {"draws": True}),
+        pytest.param({"data": 2, "tensor": 4}, ("megatron_sp",), {"draws": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_training_without_faults_is_equal(sizes, presets, more):
