@@ -32,6 +32,7 @@ from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
 from .interop.flax_model import Import
+from .interop.imported_data import ImportedData
 from .interop.layers import layers
 from .interop.training import training
 from .launch.elastic import Elastic
@@ -90,6 +91,7 @@ from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
 from .train.loss import Distill, LossConfig, LossSums
 from .train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
+from .train.tasks import Classify, Contrastive, MaskedTokens, Regress
 from .train.training import Training
 from .verification.report import Verification
 from .verification.verify import verify
@@ -115,6 +117,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "Checkpoints",
+    "Classify",
     "Collective",
     "Completion",
     "Compressed",
@@ -123,6 +126,7 @@ __all__ = [
     "Contract",
     "ContractError",
     "ContractWarning",
+    "Contrastive",
     "DataError",
     "DataWarning",
     "Distill",
@@ -138,6 +142,7 @@ __all__ = [
     "Generated",
     "Ids",
     "Import",
+    "ImportedData",
     "Init",
     "Inspection",
     "Interleaved",
@@ -151,6 +156,7 @@ __all__ = [
     "LossSums",
     "LowRankKernel",
     "MLflow",
+    "MaskedTokens",
     "MeshError",
     "MeshLayout",
     "MeshparError",
@@ -178,6 +184,7 @@ __all__ = [
     "Prometheus",
     "Quantized",
     "Reduce",
+    "Regress",
     "Remat",
     "Report",
     "Retention",

@@ -41,8 +41,8 @@ def watch(data: Any, log: IO[str]) -> Any:
     """The data of a run, with a log of its training batches."""
 
     class Watched(type(data)):
-        def datasets(self, seed: int) -> tuple[Any, Dataset]:
-            training, held_out = super().datasets(seed)
+        def datasets(self, seed: int, bounds: Any = None) -> tuple[Any, Any]:
+            training, held_out = super().datasets(seed, bounds)
             return WatchedDataset(training, log), held_out
 
     return Watched.model_construct(**dict(data))

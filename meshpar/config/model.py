@@ -90,6 +90,8 @@ class Config(pydantic.BaseModel, metaclass=_Documented):
     """The key that a bare value stands for, where a mapping is expected."""
     shorthand_is_whole: ClassVar[bool] = False
     """Whether a bare value replaces the mapping of a lower layer, and not only that key of it."""
+    is_default_kind: ClassVar[bool] = False
+    """Whether a mapping without `kind` is of this kind, where several are expected."""
     any_text: ClassVar[tuple[str, ...]] = ()
     """The keys whose texts may contain control characters, because no name, path or line is made of them."""
 

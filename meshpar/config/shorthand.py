@@ -30,11 +30,17 @@ def unfold(annotation: Any, data: Any) -> Any:
     """Expands the outermost level: a bare value to the mapping that it stands for, a single string to a list.
 
     Where kinds are expected, a word is a kind: `schedule: cosine`. Some kinds let a bare value stand for another key.
+    Where one kind is the default, a mapping without `kind` is of that kind.
     """
     model = chosen(annotation, data)
     if model is None or is_sequence(annotation) or data is None or isinstance(data, pydantic.BaseModel):
         return data
     short = getattr(model, "shorthand", None)
+    if getattr(model, "is_default_kind", False):
+        if isinstance(data, dict) and "kind" not in data:
+            return {"kind": kind_of(model)} | data
+        if isinstance(data, str) and data.isidentifier():
+            return {"kind": data}
     if short is None:
         return {"kind": data} if isinstance(data, str) and kinds(annotation) else data
     if not isinstance(data, dict):

@@ -21,7 +21,7 @@ from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import build
-from meshpar.errors import CheckpointError, ConfigError, ContractWarning, MeshparError, ProgramError
+from meshpar.errors import CheckpointError, ConfigError, ContractWarning, DataError, MeshparError, ProgramError
 from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.fit_model import fit_model
@@ -50,15 +50,20 @@ from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids
 from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.data.order import Order, resumed
-from meshpar.train.evaluate import Callback, LazyEvaluation
+from meshpar.train.evaluate import Callback, LazyEvaluation, reads
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loss import Distill
 from meshpar.train.records import announce
 from meshpar.train.records.file import FILE
 from meshpar.train.records.metrics import recorder
+from meshpar.train.rows.config import RowData
+from meshpar.train.rows.dataset import RowDataset, StreamDataset
+from meshpar.train.rows.spec import COUNTED
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
+from meshpar.train.tasks import NamedLoss
+from meshpar.train.tasks.metrics import Measure
 from meshpar.tree import flatten_with_paths
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
@@ -300,13 +305,14 @@ def _fit(
         saved.about = replace(about, first_row=order.first, order=order.as_json())
         if shows:
             say(announce.start(prepared))
-        train_data, held_out = run.data.datasets(run.seed)
+        train_data, held_out = run.data.datasets(run.seed, prepared.bounds)
         train_data = train_data.in_order(order)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if shows else nullcontext():
             step = prepared.compile_step()
         evaluate = prepared.lazy_evaluation()
+        _check_short_batch(run, held_out, evaluate)
         if dump_hlo:
             dump_hlo.write_text(step.text)
         if jax.process_count() > 1:
@@ -327,7 +333,7 @@ def _fit(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
             run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
-            announce.source(run.data), signals, cursor, copies=copies, after_first=checks,
+            announce.source(run.data), signals, cursor, copies=copies, measure=_measure(prepared), after_first=checks,
         )  # fmt: skip
         state = loop.fit(state)
     end = int(state.step)
@@ -497,10 +503,37 @@ def _check_programs(prepared: Prepared, step: Step, evaluate: LazyEvaluation) ->
         warnings.warn(message, ContractWarning, stacklevel=2)
 
 
+def _check_short_batch(run: Run, held_out: Any, evaluate: LazyEvaluation) -> None:
+    """Refuses a short last batch of an evaluation, if the loss would count the rows that fill it.
+
+    Raises:
+      DataError: the user's own loss does not read `counted`.
+    """
+    if isinstance(run.loss, NamedLoss) or not isinstance(held_out, (RowDataset, StreamDataset)):
+        return
+    size = run.data.batch_size
+    num_rows = held_out.num_rows if isinstance(held_out, RowDataset) else None
+    if (num_rows is None or num_rows % size) and not reads(evaluate, COUNTED):
+        held = "a stream of held-out rows" if num_rows is None else f"{num_rows} held-out rows"
+        what = f"{held} may end in a batch of fewer than {size} rows, which rows that do not count fill"
+        fix = "LossSums((losses * batch['counted']).sum(), batch['counted'].sum())"
+        whole = f", or data.held_out_rows={num_rows // size * size}" if num_rows and num_rows >= size else ""
+        name = run.loss.target
+        raise DataError(f"{name}: {what}, and this loss does not read batch['counted']; return {fix}{whole}")
+
+
+def _measure(prepared: Prepared) -> Measure | None:
+    """The metrics of a loss by name that are no means over batches."""
+    loss = prepared.run.loss
+    if not isinstance(loss, NamedLoss):
+        return None
+    return Measure(prepared.lazy_row_results(), loss.row_metrics, loss.of_means)
+
+
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     """tokens/s -> model FLOPs utilization; None if the chip's speed is unknown or the operations cannot be counted."""
     chip = chip_of(jax.devices()[0])
-    if chip is None:
+    if chip is None or isinstance(prepared.run.data, RowData):  # whose losses count rows, or parts of them
         return None
     try:
         flops = prepared.model_flops / (prepared.run.data.batch_size * prepared.run.data.seq_len)

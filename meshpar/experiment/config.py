@@ -18,6 +18,7 @@ from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
+from meshpar.interop.imported_data import ImportedData
 from meshpar.launch.elastic import Elastic
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Family
@@ -30,13 +31,18 @@ from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules, Rules
-from meshpar.train.data import Data
+from meshpar.train.data import Data as Tokens
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.records.loggers import Logger, TensorBoard
+from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 
 Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
 """One of meshpar's models, or a user's Flax model."""
+Data = Annotated[Tokens | ImportedData, pydantic.Field(discriminator="kind")]
+"""Packed tokens, or rows of arrays."""
+AnyLoss = Annotated[LossConfig | Classify | Regress | MaskedTokens | Contrastive, pydantic.Field(discriminator="kind")]
+"""The next token's cross entropy or a user's own loss; or a loss by name, of an imported model."""
 Float = Literal["bfloat16", "float32", "float64"]
 
 
@@ -120,8 +126,8 @@ class Run(Config):
 
     model: Section[Model]
     """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
-    loss: Coerced[LossConfig, str | dict[str, Any]] = default(LossConfig())
-    """The loss to minimize."""
+    loss: Coerced[AnyLoss, str | dict[str, Any]] = default(LossConfig())
+    """The loss to minimize: that of the next token, a loss by name, or your own as `package.module:name`."""
     data: Section[Data]
     """The training data, and how it is cut into batches."""
     optim: Section[Optimizer]
@@ -267,7 +273,13 @@ def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = config.load(Run, path, overrides)
-    targets = {("model.target",): getattr(loaded.model, "target", None), ("loss", "loss.target"): loaded.loss.target}
+    data = loaded.data if isinstance(loaded.data, ImportedData) else None
+    targets = {
+        ("model.target",): getattr(loaded.model, "target", None),
+        ("loss", "loss.target"): loaded.loss.target,
+        ("data.target",): data and data.target,
+        ("data.transform",): data and data.transform,
+    }
     for keys, target in targets.items():
         if target:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any
@@ -41,6 +41,7 @@ from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
+from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
 from meshpar.train.local_step import LocalStep
@@ -60,6 +61,8 @@ class Prepared(Training):
     """Tree of `Matrix` like the parameters: by the names of dims, or by the use in an imported model's loss."""
     taught_by: Prepared | None = None
     """The training of the teacher, on the same mesh."""
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    """Array of labels -> the number of classes."""
 
     @cached_property
     def traced_bytes(self) -> Traffic | None:
@@ -293,7 +296,6 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
     tx = _optimizer(run, specs, frozen, wrapping, kinds)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
-    batch_specs = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
     local = run.parallel.local
     prepared = Prepared(
         run=run,
@@ -316,7 +318,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
             model.state,
             is_elementwise=run.optim.elementwise and wrapping.is_elementwise,
         ),
-        batch_specs={name: spec for name, spec in batch_specs.items() if name not in run.data.omitted},
+        batch_specs=_arrays(run),
+        of_rows=model.of_rows,
+        bounds=model.bounds,
         ctx=ctx,
         seed=run.seed,
         is_offloaded=run.offload.optimizer == "host",
@@ -334,10 +338,16 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
 
 
+def _arrays(run: Run) -> dict[str, ArraySpec]:
+    """The arrays of a batch: those of the data's rows, or packed tokens."""
+    rows = run.data.array_specs()
+    packed = run.model.batch_specs(run.data.batch_size, run.data.seq_len) if rows is None else rows
+    return {name: spec for name, spec in packed.items() if name not in run.data.omitted}
+
+
 def _by_use(run: Run, model: ModelProgram) -> Any:
     """How an imported model's loss uses each parameter: a tree of `Matrix`."""
-    batch = run.model.batch_specs(run.data.batch_size, run.data.seq_len)
-    batch = {name: spec for name, spec in batch.items() if name not in run.data.omitted}
+    batch = _arrays(run)
     key = jax.eval_shape(partial(step_key, run.seed), 0) if model.uses_rng else None
     return kinds_of(model.loss, model.specs, batch, key, model.carried)
 

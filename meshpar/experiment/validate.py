@@ -10,6 +10,7 @@ import numpy as np
 
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
+from meshpar.interop.flax_model import Import
 from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
 from meshpar.parallel.checks import (
@@ -30,6 +31,8 @@ from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import LossConfig
+from meshpar.train.rows.config import RowData
+from meshpar.train.tasks import Contrastive, NamedLoss
 from meshpar.tree import flatten_with_paths
 
 
@@ -38,7 +41,9 @@ def _experts(run: Run) -> Experts | None:
 
 
 FEATURES: Mapping[str, Callable[[Run], bool]] = {
-    "loss": lambda run: run.loss.model_copy(update={"chunk": "auto"}) != LossConfig(),
+    "loss": lambda run: (
+        not isinstance(run.loss, LossConfig) or run.loss.model_copy(update={"chunk": "auto"}) != LossConfig()
+    ),
     "distill": lambda run: run.distill is not None,
     "freeze": lambda run: bool(run.freeze),
     "lora": lambda run: run.lora is not None,
@@ -65,6 +70,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     ctx = run.context(mesh)
     problems = Problems()
     _check_batch(run, ctx, problems)
+    _check_task(run, ctx.num_passes, problems)
     _check_precision(run, problems)
     _check_matmul(run, ctx, problems)
     if run.strict and (run.model.has_own_layers or not ctx.manual or getattr(run.model, "manual", False)):
@@ -92,9 +98,12 @@ def check(run: Run, mesh: AnyMesh) -> None:
 
 def task_of(run: Run) -> Task:
     """The task of the run's model: the loss, the data and the adapters."""
+    named = run.loss if isinstance(run.loss, NamedLoss) else None
+    loss = run.loss if isinstance(run.loss, LossConfig) else LossConfig()
     return Task(
-        loss=run.loss, rules=run.rules, seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, seed=run.seed,
-        adapter=run.lora, distill=run.distill, has_documents=run.data.documents_in_row == "separate",
+        loss=loss, named=named, rules=run.rules, seed=run.seed, adapter=run.lora,
+        seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, distill=run.distill,
+        has_documents=run.data.documents_in_row == "separate", arrays=run.data.array_specs(),
     )  # fmt: skip
 
 
@@ -113,6 +122,8 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         what = f"{run.data.batch_size} rows cannot be cut into {rows} equal parts"
         parts = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
         problems.add("data.batch_size", f"{what} {parts}", f"a multiple of {rows}")
+    if isinstance(run.data, RowData):
+        return
     chunks = ctx.sequence.chunks.shape[1]
     parts = math.prod(ctx.mesh.shape[axis] for axis in ctx.residual_axes)
     if run.data.seq_len % (parts * chunks):
@@ -121,6 +132,25 @@ def _check_batch(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         multiple = parts * chunks
         near = max(multiple, round(run.data.seq_len / multiple) * multiple)
         problems.add("data.seq_len", what, f"data.seq_len={near}, a multiple of {multiple}")
+
+
+def _check_task(run: Run, num_passes: int, problems: Problems) -> None:
+    """Checks that model, data and loss are of one task."""
+    is_imported = isinstance(run.model, Import)
+    if isinstance(run.data, RowData) and not is_imported:
+        what = f"a model of kind {run.model.kind} trains on packed tokens, and these are rows of arrays"
+        problems.add(
+            f"data.kind = {run.data.kind}", what, "data.kind=text, or another kind of tokens; or model.kind=import"
+        )
+    if isinstance(run.loss, NamedLoss) and not is_imported:
+        what = f"a model of kind {run.model.kind} minimizes the loss of the next token"
+        problems.add(f"loss.kind = {run.loss.kind}", what, "loss.kind=next_token, or model.kind=import")
+    elif isinstance(run.loss, NamedLoss) and not isinstance(run.data, RowData):
+        what = "a loss by name reads rows of arrays, and these are packed tokens"
+        problems.add(f"loss.kind = {run.loss.kind}", what, "data.kind=import")
+    if isinstance(run.loss, Contrastive) and (num_passes > 1 or run.parallel.local):
+        what = "each row is compared with all rows of the batch, which this run computes in parts"
+        problems.add("loss.kind = contrastive", what, "num_microbatches=1, no parallel.pipeline and no parallel.local")
 
 
 def _check_precision(run: Run, problems: Problems) -> None:

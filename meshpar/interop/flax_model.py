@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, Literal
@@ -21,13 +21,17 @@ from meshpar.interop.adapters import Adapters, with_rank
 from meshpar.interop.causal import Causal, linen_functions, nnx_functions
 from meshpar.interop.declared import changing, lazily, unboxed
 from meshpar.interop.kinds import kinds_of
-from meshpar.interop.losses import takes, with_loss_sums
+from meshpar.interop.losses import on_batch, takes, with_loss_sums
+from meshpar.interop.module import functions
+from meshpar.interop.named_loss import Call
 from meshpar.interop.specs import Init, arrays_of, check_axes, specs_of, with_axes
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gather_in_layer
 from meshpar.sharding.resolve import with_largest
+from meshpar.sharding.spec import ArraySpec
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
+from meshpar.train.tasks import NamedLoss
 from meshpar.train.training import step_key
 
 
@@ -50,6 +54,9 @@ class Import(ModelContract):
     """Names of dims that only activations have. Rules may use them."""
     axes: dict[str, str] = Field(default_factory=dict)
     """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes instead of dims."""
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Parameter of the model's call -> the array of a batch that a loss by name passes to it, `{x: image}`. Default:
+    the arrays with the names of its parameters; or the only array besides the labels, if the call has one parameter."""
     manual: bool = False
     """Whether the model and its loss are written for local shards. In `lowering: manual` they get a device's rows then.
     Parameters sharded over axes of the batch are gathered first; parameters sharded over other axes are local shards,
@@ -70,43 +77,77 @@ class Import(ModelContract):
             what = "a model for local shards gets its shards of a kernel, to which it adds its own updates"
             raise ConfigError(f"lora: {what}; model.manual=false")
         check_axes(self.axes)
+        arrays = self.batch_specs(1, task.seq_len) if task.arrays is None else one_row(task.arrays)
         with user_code.blamed(self.target):
-            user = _built(self, task.seq_len)
+            user = self._functions(task, arrays)
             specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims, self.axes)
         specs = with_largest(specs, task.rules, task.mesh) if task.mesh else specs
         on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
-        given = (specs, self.batch_specs(1, task.seq_len), carried)
-        as_sums = partial(with_loss_sums, specs=given, carries=bool(carried), keys=keys, axes=self.axes)
-        if task.loss.target is None:
-            loss, evaluation = self._next_token_losses(user, task, carried)
-        else:
-            loss = evaluation = _own(task.loss.target, user.module, bool(carried))
+        given = {"specs": (specs, arrays, carried), "carries": bool(carried), "keys": keys, "axes": self.axes}
+        as_sums = partial(with_loss_sums, **given)
         init, rules = arrays_of(user.init, self.axes), with_axes(task.rules, self.axes, (specs, carried))
-        sums = as_sums(on_shards(loss))
-        evaluated = as_sums(on_shards(evaluation), returns_carried=task.loss.target is None)
+        sums = as_sums(on_shards(user.loss))
+        is_next_token = task.loss.target is None and task.named is None
+        evaluated = as_sums(on_shards(user.evaluation), returns_carried=is_next_token)
+        of_rows = user.of_rows and on_batch(user.of_rows, **given)
         if task.adapter:
-            key = None if task.loss.target is None else jax.eval_shape(partial(step_key, task.seed), 0)
-            kinds = kinds_of(sums, specs, self.batch_specs(1, task.seq_len), key, carried)
+            key = jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None
+            kinds = kinds_of(sums, specs, arrays, key, carried)
             adapters = Adapters.of(task.adapter, specs, kinds)
             specs, init, rules = adapters.specs(specs), adapters.init(init), with_rank(rules)
             sums, evaluated = adapters.loss(sums), adapters.loss(evaluated)
+            of_rows = of_rows and adapters.loss(of_rows)
         return ModelProgram(
             specs=specs,
             init=init,
             loss=sums,
             evaluation=evaluated,
             rules=rules,
-            uses_rng=task.loss.target is not None,
+            uses_rng=user.draws,
             carried=carried,
             init_carried=arrays_of(user.carried, self.axes),
             activation_dims=self.activation_dims,
             is_of_whole_arrays=not self.manual,
+            of_rows=of_rows,
+            bounds=user.bounds,
         )
+
+    def _functions(self, task: Task, arrays: Mapping[str, ArraySpec]) -> _Functions:
+        """The functions of parameters that the task needs of the model.
+
+        Args:
+          arrays: of a batch of one row.
+        """
+        target = task.loss.target
+        own = None if target is None else user_code.load(target)
+        if task.named:
+            return _of_named(self, task.named, arrays)
+        if own is not None and task.arrays is not None and is_model_loss(own):
+            return _of_module(self, own, arrays)
+        if task.arrays is not None:
+            name = (target or "").rpartition(":")[2] or "loss"
+            fix = f"def {name}(model, batch), or (model, batch, key); or a loss by name, loss=classify"
+            raise ConfigError(f"loss: the loss of rows of arrays is your own, or has a name; {fix}")
+        user = _built(self, task.seq_len)
+        init, carried = user.init, user.carried
+        structs = jax.eval_shape(lazily(carried), jax.random.key(task.seed))
+        carries = bool(jax.tree.leaves(structs))
+        if target is None:
+            loss, evaluation = self._next_token_losses(user, task, structs if carries else {})
+            return _Functions(init, carried, loss, evaluation, draws=False)
+        loss = _own(target, user.module, carries)
+        return _Functions(init, carried, loss, loss, draws=True)
 
     def vocabulary(self) -> Vocabulary | Unsupported:
         return Unsupported(f"{self.target} is imported")
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
+        if task.named and self.manual:
+            what = "a loss by name is written for whole arrays, and this model for local shards"
+            problems.add("model.manual", what, "model.manual=false, or a loss of your own")
+        if self.inputs and not task.named:
+            what = "a loss of your own, and that of the next token, call the model themselves"
+            problems.add("model.inputs", what, "no model.inputs, or a loss by name, loss=classify")
         if isinstance(task.loss.chunk, int):
             whole = "an imported model computes all logits at once, so that its loss has no chunks"
             problems.add("loss.chunk", whole, "loss.chunk=none")
@@ -161,6 +202,27 @@ class Import(ModelContract):
         loss = _next_token(self.target, user, partial(task.loss.build, vocab_size=vocab_size), is_training=True)
         build = partial(next_token_loss, vocab_size=vocab_size)
         return loss, _next_token(self.target, user, build, is_training=False)
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """A model and its losses as functions of parameters.
+
+    Args:
+      init, carried: see `_Model`.
+      loss, evaluation: (params, batch, key), or (params, batch, key, carried).
+      draws: whether the loss gets a key.
+      of_rows: (params, batch, key, carried) -> what metrics of all rows together need; None if there are none.
+      bounds: array of labels -> the number of classes.
+    """
+
+    init: Init
+    carried: Init
+    loss: Callable[..., Any]
+    evaluation: Callable[..., Any]
+    draws: bool
+    of_rows: Callable[..., Any] | None = None
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,18 +285,75 @@ def _own(target: str, module: Any, carries: bool) -> Callable[..., Any]:
     return loss
 
 
+def one_row(arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """The arrays of a batch of one row."""
+    return {name: replace(spec, shape=(1, *spec.shape[1:])) for name, spec in arrays.items()}
+
+
+def is_model_loss(loss: Callable[..., Any]) -> bool:
+    """Whether a loss is one of `training`'s: (model, batch), or (model, batch, key)."""
+    return takes(loss, 2) or takes(loss, 3)
+
+
+def _of_module(model: Import, loss: Callable[..., Any], arrays: Mapping[str, ArraySpec]) -> _Functions:
+    """The functions of a loss (model, batch) or (model, batch, key)."""
+    example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
+    found = functions(_module(model), loss, None, example)
+    carried = found.carried or (lambda key: {})
+    return _Functions(found.init, carried, found.loss, found.evaluation, found.draws)
+
+
+def _of_named(model: Import, loss: NamedLoss, arrays: Mapping[str, ArraySpec]) -> _Functions:
+    """The functions of a loss by name."""
+    module = _module(model)
+    call = Call.of(module, model.target, model.inputs)
+    example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
+    found = functions(module, call.trained(loss), call.evaluated(loss), example)
+
+    def outputs(key: jax.Array) -> Any:
+        carried = (found.carried(key),) if found.carried else ()
+        params, *others = unboxed((lazily(found.init)(key), *carried))
+        return found.evaluation(params, example, None, *others)[2]
+
+    def evaluation(*arguments: Any) -> LossSums:
+        return found.evaluation(*arguments)[0]
+
+    def of_rows(*arguments: Any) -> dict[str, jax.Array]:
+        return found.evaluation(*arguments)[1]
+
+    bounds = loss.bounds(jax.eval_shape(lazily(outputs), jax.random.key(0)))
+    carried = found.carried or (lambda key: {})
+    return _Functions(found.init, carried, found.loss, evaluation, True, of_rows if loss.row_metrics else None, bounds)
+
+
+def _module(model: Import) -> Any:
+    """The user's Linen module; or a function with an argument `rngs` that returns one of NNX."""
+    build = _builder(model)
+    if "rngs" in signature(build.__init__ if isinstance(build, type) else build).parameters:
+        return partial(build, **model.arguments)
+    return _linen(model, build)
+
+
 def _built(model: Import, seq_len: int) -> _Model:
+    module = _module(model)
+    return _of_linen(module, seq_len) if isinstance(module, nn.Module) else _of_nnx(module)
+
+
+def _builder(model: Import) -> Callable[..., Any]:
+    """The user's function, whose parameters fit the arguments of the config."""
     build = user_code.load(model.target)
     if not callable(build):
         raise ConfigError(f"{model.target} is {type(build).__name__}, not a function that returns a Flax model")
     parameters = signature(build.__init__ if isinstance(build, type) else build).parameters
     hidden = ("self", "parent", "name") if isinstance(build, type) else ()  # Linen adds the last two
     _check_arguments(model, {name: p for name, p in parameters.items() if name not in hidden})
-    if "rngs" in parameters:
-        return _of_nnx(partial(build, **model.arguments))
+    return build
+
+
+def _linen(model: Import, build: Callable[..., Any]) -> nn.Module:
     module = build(**model.arguments)
     if isinstance(module, nn.Module):
-        return _of_linen(module, seq_len)
+        return module
     what = f"{model.target} returns {type(module).__name__}, not a Linen module, and has no argument rngs for NNX"
     raise ConfigError(f"{what}; name a function that returns a Flax model")
 

@@ -35,6 +35,29 @@ CARRY = (
 )
 
 
+def on_batch(
+    function: Callable[..., Any],
+    specs: tuple[Any, Mapping[str, ArraySpec], Any],
+    carries: bool,
+    keys: Mapping[str, Any],
+    axes: Mapping[str, str] | None = None,
+) -> Callable[[Any, Batch, jax.Array | None, Any], Any]:
+    """Wraps a user's function so that it gets the arrays of the batch alone, and Flax follows the rules of the mesh.
+
+    Args: see `with_loss_sums`.
+    """
+    arrays = set(specs[1])
+
+    def called(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> Any:
+        inputs = {name: x for name, x in batch.items() if name in arrays}
+        with flax_rules(axes), explained():
+            more = (as_keys(carried, keys),) if carries else ()
+            arguments = (params, inputs, key, *more)
+            return explicit.call(function, arguments, lambda: explicit.shardings(arguments, specs, axes or {}))
+
+    return called
+
+
 def with_loss_sums(
     loss: Callable[..., Any],
     specs: tuple[Any, Mapping[str, ArraySpec], Any],
@@ -54,15 +77,11 @@ def with_loss_sums(
     """
 
     arrays = set(specs[1])
+    called = on_batch(loss, specs, carries, keys, axes)
 
     def wrapped(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
-        inputs = {name: x for name, x in batch.items() if name in arrays}
-
         def of_batch(params: Any, carried: Any) -> Any:
-            with flax_rules(axes), explained():
-                more = (as_keys(carried, keys),) if carries else ()
-                arguments = (params, inputs, key, *more)
-                result = explicit.call(loss, arguments, lambda: explicit.shardings(arguments, specs, axes or {}))
+            result = called(params, batch, key, carried)
             ctx = current()
             if ctx and returns_carried:
                 if ctx.num_microbatches > 1:

@@ -7,7 +7,7 @@ of the loss, so it needs no example of its inputs. State that the forward change
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar.errors import ConfigError
+from meshpar.train.loss import LossSums
 
 ModelLoss = Callable[..., Any]
 """(model, batch) or (model, batch, key) -> what a loss of `training` returns, without carried state."""
@@ -69,6 +70,8 @@ def _called(loss: ModelLoss, model: Any, batch: Any, key: Any) -> Any:
 
 def _with_carried(result: Any, carried: Any) -> Any:
     """The result of a loss, with the state that its forward left."""
+    if isinstance(result, LossSums):
+        return replace(result, carried=carried)
     mean, metrics = result if isinstance(result, tuple) else (result, {})
     return mean, metrics, carried
 

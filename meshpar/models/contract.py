@@ -28,6 +28,7 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Distill, Loss, LossConfig
 from meshpar.train.step import StateParams
+from meshpar.train.tasks import NamedLoss
 
 if TYPE_CHECKING:
     from meshpar.models.decoder import DecoderModel
@@ -72,7 +73,7 @@ class Task:
     """The settings of a run that its model depends on.
 
     Args:
-      loss: the loss that is minimized.
+      loss: the loss that is minimized, if `named` is None.
       rules: the run's sharding rules.
       seq_len: tokens per row.
       vocab_size: number of token ids of the data.
@@ -81,6 +82,8 @@ class Task:
       adapter: LoRA matrices that are trained instead of the model, which is frozen.
       distill: a teacher model, for distillation.
       mesh: the mesh of the program that is made; None where none is.
+      arrays: the arrays of a batch, of data that are rows of arrays; None for packed tokens.
+      named: the loss of rows of arrays that the config names.
     """
 
     loss: LossConfig
@@ -92,6 +95,8 @@ class Task:
     adapter: LoRA | None = None
     distill: Distill | None = None
     mesh: AnyMesh | None = None
+    arrays: Mapping[str, ArraySpec] | None = None
+    named: NamedLoss | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,8 @@ class ModelProgram:
       state: parameters that each step changes without a gradient; None if there are none.
       has_own_arrays: platform -> whether its steps are faster with arrays for each layer instead of stacks.
       parts: the model's parts for a pipeline; None if it cannot be divided into stages.
+      of_rows: see `Training`.
+      bounds: array of labels -> the number of classes.
     """
 
     specs: Any
@@ -120,6 +127,8 @@ class ModelProgram:
     activation_dims: tuple[str, ...] | None = None
     has_own_arrays: Callable[[str], bool] = lambda platform: False
     is_of_whole_arrays: bool = False
+    of_rows: Callable[..., dict[str, jax.Array]] | None = None
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
 
 class ModelContract(Config):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.optim.ema import averaged
@@ -32,6 +33,7 @@ from meshpar.train.program import (
     with_rows,
 )  # fmt: skip
 from meshpar.train.state import StatePlacement, TrainState, on_device
+from meshpar.tree import path_name
 
 Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
 """(params, batch, carried) -> `loss` f32[], `tokens` int32[] and the loss's own metrics, summed over all devices.
@@ -57,6 +59,16 @@ class LazyEvaluation:
 
     def __call__(self, params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
         return self._program(params, batch, carried)
+
+
+def reads(evaluation: LazyEvaluation, name: str) -> bool:
+    """Whether the numbers of an evaluation depend on an array of the batch."""
+    traced = evaluation.traced
+    arguments = jax.tree_util.tree_leaves_with_path(traced.args_info)
+    jaxpr = traced.jaxpr.jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    paths = [path_name(path) for path, _ in arguments]
+    return any(is_used for path, is_used in zip(paths, used, strict=True) if path.endswith(f"1.{name}"))
 
 
 Callback = Callable[[TrainState, int], Mapping[str, Any]]
@@ -114,3 +126,23 @@ def trace_evaluation(
 
     arguments = structs(averaged(placement)), batch_structs(ctx, batch), structs(placement.carried)
     return trace(evaluate, arguments, whole(ctx.mesh))
+
+
+def trace_row_results(
+    of_rows: Callable[..., dict[str, jax.Array]],
+    ctx: ParallelContext,
+    placement: StatePlacement,
+    batch: dict[str, ArraySpec],
+) -> jax.stages.Traced:
+    """Traces (params, batch, carried) -> the results of all rows, whole on every device. GSPMD partitions it."""
+
+    def local(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
+        return of_rows(params, batch, None, of_loss(carried))
+
+    found = on_shards(local, ctx, None, WHOLE)
+
+    def results(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
+        return found(on_device(params, averaged(placement)), with_rows(batch), carried)
+
+    arguments = structs(averaged(placement)), batch_structs(ctx, batch), structs(placement.carried)
+    return trace(results, arguments, whole(ctx.mesh))

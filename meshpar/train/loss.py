@@ -175,12 +175,14 @@ class Distill(Config):
 
 
 class LossConfig(Config):
-    """The loss: the next token's cross entropy with optional terms, or a user's own loss.
+    """The next token's cross entropy with optional terms, or a user's own loss.
 
     Evaluations leave the optional terms out, so that runs can be compared.
     """
 
     shorthand: ClassVar = "target"
+    is_default_kind: ClassVar = True
+    kind: Literal["next_token"] = "next_token"
     target: Target | None = None
     """The loss of an imported model, as `package.module:name`; see `interop.flax_model`."""
     label_smoothing: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0

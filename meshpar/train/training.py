@@ -34,7 +34,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import arranged, check_batch, token_order
 from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
-from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation
+from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation, trace_row_results
 from meshpar.train.fragments import check_fragments
 from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
@@ -69,6 +69,7 @@ class Training:
       is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
       teacher: a model whose projection of the logits is added to the batch; its parameters are an input of each step.
       evaluation: the loss for evaluations; default: `loss` without a key.
+      of_rows: (params, batch, key, carried) -> what metrics of all rows together need; None if there are none.
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
         see `on_prepared_states`.
       rounds: when the rounds of local updates end; None without them.
@@ -92,6 +93,7 @@ class Training:
     is_offloaded: bool = False
     teacher: Teacher | None = None
     evaluation: Loss | None = None
+    of_rows: Callable[..., dict[str, jax.Array]] | None = None
     in_schedule_order: bool = False
     rounds: Rounds | None = None
     has_own_arrays: Callable[[str], bool] = lambda platform: False
@@ -391,6 +393,14 @@ class Training:
     def lazy_evaluation(self) -> LazyEvaluation:
         """The evaluation, traced and compiled at its first call."""
         return LazyEvaluation(partial(self._evaluation, self.ctx))
+
+    def lazy_row_results(self) -> LazyEvaluation | None:
+        """What metrics of all rows together need of each row, compiled at its first call; None if there are none."""
+        of_rows = self.of_rows
+        if of_rows is None:
+            return None
+        ctx = replace(self.ctx, manual=False)
+        return LazyEvaluation(lambda: trace_row_results(of_rows, ctx, self.placement, self.batch_specs))
 
     @cached_property
     def model_flops(self) -> Fraction:

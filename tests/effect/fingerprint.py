@@ -48,6 +48,7 @@ def program(run: Run) -> dict[str, str]:
         "key": lambda: prepared.key and _text(jax.make_jaxpr(prepared.key)(0)),
         "evaluation": lambda: _text(prepared.lazy_evaluation().traced.jaxpr),
         "outer": lambda: _outer(prepared),
+        "metrics": lambda: _metrics(run, prepared),
     }
     return {name: hashlib.sha256(ADDRESS.sub("", str(part())).encode()).hexdigest() for name, part in parts.items()}
 
@@ -95,6 +96,12 @@ def _shardings(structs: Any) -> dict[str, str]:
 def _outer(prepared: Prepared) -> list[str]:
     slices = prepared.slices
     return [_text(traced.jaxpr) for traced in slices.trace_outer() + slices.trace_reductions()] if slices else []
+
+
+def _metrics(run: Run, prepared: Prepared) -> Any:
+    """The metrics of all rows together, and what is computed for them."""
+    of_rows = prepared.lazy_row_results()
+    return (sorted(getattr(run.loss, "row_metrics", ())), _text(of_rows.traced.jaxpr)) if of_rows else None
 
 
 def _text(jaxpr: Any) -> str:

@@ -39,7 +39,9 @@ def _names(error: MeshparError, change: Change, sections: bool = False) -> bool:
 
 def made(mapping: str) -> Run:
     run = Run.model_validate(json.loads(mapping))
-    for target in (getattr(run.model, "target", None), run.loss.target):
+    sections = (run.model, run.loss, run.data)
+    targets = [getattr(section, key, None) for section in sections for key in ("target", "transform")]
+    for target in targets:
         if target:
             user_code.permit(target, None)
     return run

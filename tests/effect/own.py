@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from meshpar import LossSums
 
 VOCAB = 320
 
@@ -39,3 +42,50 @@ def wider() -> nn.Module:
 def loss(model, params, batch, key):
     logits = model.apply({"params": params}, batch["tokens"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["targets"], 0)).mean()
+
+
+class Rows(nn.Module):
+    """Classes of rows, tokens of rows, numbers or pairs, by the shapes of its outputs."""
+
+    outputs: int = 4
+    kind: str = "classes"
+
+    @nn.compact
+    def __call__(self, x, z=None):
+        if self.kind == "tokens":
+            hidden = jnp.take(self.param("table", named("vocab", "embed"), (VOCAB, 16)), x, axis=0)
+        else:
+            hidden = x if z is None else z
+        kernel = named("embed", "mlp")
+        first = nn.Dense(self.outputs, kernel_init=kernel, use_bias=False)(hidden)
+        if self.kind != "pairs":
+            return first
+        return first, nn.Dense(self.outputs, kernel_init=kernel, use_bias=False, name="other")(hidden)
+
+
+def rows(num=64, seed=0, width=8):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(num, width)).astype("f")
+    numbers = draw.normal(size=(2, num, 4)).astype("f")
+    return {
+        "x": x, "z": -x, "label": draw.integers(4, size=num), "other": draw.integers(4, size=num),
+        "y": numbers[0], "y2": numbers[1],
+    }  # fmt: skip
+
+
+def other_rows():
+    return rows(seed=1)
+
+
+def tokens(num=64):
+    draw = np.random.default_rng(0)
+    return {name: draw.integers(0, 60, size=(num, 8)) for name in ("tokens", "other")}
+
+
+def scaled(row, rng):
+    return {**row, "x": row["x"] * 2}
+
+
+def loss_of_rows(model, batch):
+    losses = jnp.square(model(batch["x"]) - batch["y"]).mean(-1) * batch["counted"].astype("f")
+    return LossSums(losses.sum(), batch["counted"].sum())

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshpar.partition.rules import elementwise
@@ -56,6 +57,8 @@ def results(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """What is known of the results of an operation: None for those that depend on data."""
     if not all(isinstance(x, Known) for x in operands) or eqn.effects:
         return [None] * len(eqn.outvars)
+    if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars)):
+        return [None] * len(eqn.outvars)  # NumPy has no random keys
     rule = VIEWS.get(eqn.primitive.name)
     if rule is not None:
         return [rule(eqn, *operands)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,16 +49,20 @@ class Batching(Config):
     def sources(self) -> list[tuple[int, Corpus]]:
         """(weight, corpus) of each part; weights are integers."""
 
+    def array_specs(self) -> None:
+        """The arrays of a batch: those of packed tokens, which the model says."""
+
     @property
     def omitted(self) -> frozenset[str]:
         """The arrays that a batch does not contain: joined rows have no segments."""
         return frozenset({"segments"} if self.documents_in_row == "joined" else ())
 
-    def datasets(self, seed: int) -> tuple[Dataset, Dataset]:
+    def datasets(self, seed: int, bounds: Mapping[str, int] | None = None) -> tuple[Dataset, Dataset]:
         """The training documents, in shuffled rows without end, and the held-out documents, once and in order.
 
         Args:
           seed: not negative.
+          bounds: of other data, see `RowData`.
 
         Raises:
           DataError: the documents do not exist or cannot be read; one side of the split would be empty; the batches

@@ -20,7 +20,7 @@ from meshpar.train.data.round_robin import WeightedRoundRobin, whole_weights
 
 BATCHES = ("batch_size", "seq_len", "held_out_fraction", "documents_in_row", "if_changed")
 """The keys that a mixture has for all of its parts."""
-ELSEWHERE = ("cache", "path")
+ELSEWHERE = ("cache", "path", "workers", "held_out_rows", "dims")
 """Keys that may differ while the documents are the same: checksums tell whether the files are."""
 
 
@@ -76,7 +76,7 @@ def resumed(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, 
     """
     order = _saved_order(saved.get("order"), len(_parts(was)))
     rows = saved["rows_read"] if saved["rows_read"] is not None else step * was["batch_size"]
-    old, new = was["seq_len"], now["seq_len"]
+    old, new = was.get("seq_len", 1), now.get("seq_len", 1)  # rows of arrays have none
     weights, weights_now = (whole_weights([weight for weight, _ in _parts(data)]) for data in (was, now))
     problems = Problems()
     if saved["seed"] != seed:

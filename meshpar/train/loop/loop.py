@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.errors import MeshparError, RunError
+from meshpar.errors import DataError, MeshparError, RunError
 from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
 from meshpar.train.copies.copies import Copies
@@ -35,6 +35,7 @@ from meshpar.train.records.writing import writing
 from meshpar.train.replicas import differences
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step
+from meshpar.train.tasks.metrics import Gathered, Measure
 
 
 class Reads(Protocol):
@@ -65,6 +66,7 @@ class Loop:
       cursor: where this process writes its step and phase.
       evaluated: the records of evaluations, including those of earlier processes.
       copies: copies of the state in the memory of the hosts; None without them.
+      measure: metrics of evaluations that are no means over batches; None without them.
       after_first: called once, after the record of the first step: checks for which that step need not wait.
     """
 
@@ -89,6 +91,7 @@ class Loop:
     cursor: Cursor = field(default_factory=Cursor)
     evaluated: list[Record] = field(default_factory=list)
     copies: Copies | None = None
+    measure: Measure | None = None
     after_first: Callable[[], None] = lambda: None
 
     def fit(self, state: TrainState) -> TrainState:
@@ -195,7 +198,8 @@ class Loop:
         except Interrupted:
             raise self._interrupted_before(state, index) from None
         except MeshparError as error:
-            raise RunError(f"step {index}: {error}") from None
+            kind = DataError if isinstance(error, DataError) else RunError
+            raise kind(f"step {index}: {error}") from None
         except StopIteration:
             raise RunError(f"step {index}: {self.source} has no more batches") from None
         except Exception as error:
@@ -273,6 +277,7 @@ class Loop:
             return self._record_evaluation(called(self.callbacks, state, index, {"tokens"}), index)
         params = averaged(state)
         sums_of_batches = []
+        gathered = Gathered()
         with closing(self.held_out.batches(rows=self._rows)) as held_out:
             for batch in held_out:
                 self.cursor.at(index, "evaluates")
@@ -280,9 +285,12 @@ class Loop:
                     return {}
                 placed = put(batch, self.step.batch, self._rows, self.step.order)
                 sums_of_batches.append(jax.device_get(self.evaluate(params, placed, state.carried)))
+                if self.measure and self.measure.of_rows:
+                    gathered.add(jax.device_get(self.measure.of_rows(params, placed, state.carried)))
         sums = {name: sum(each[name].item() for each in sums_of_batches) for name in sums_of_batches[0]}
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
+        means |= self.measure.metrics(means, gathered) if self.measure else {}
         means |= called(self.callbacks, state, index, {*means, "tokens"})
         return self._record_evaluation(means, index, tokens=tokens)
 

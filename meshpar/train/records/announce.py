@@ -13,18 +13,22 @@ from jax.sharding import Mesh
 
 from meshpar.mesh.layout import describe_sizes
 from meshpar.train.data.corpus import Batching
+from meshpar.train.rows.config import RowData
+from meshpar.train.rows.spec import COUNTED
 from meshpar.train.training import Training
 
 
 def start(training: Training) -> str:
     """Devices, processes, mesh, parameters, and tokens per step."""
     assert isinstance(training.mesh, Mesh)
-    tokens = max(math.prod(spec.shape[:2]) for spec in training.batch_specs.values())
+    is_of_tokens = COUNTED not in training.batch_specs
+    dims = slice(2 if is_of_tokens else 1)
+    each = max(math.prod(spec.shape[dims]) for spec in training.batch_specs.values())
     parts = [
         f"{devices(list(training.mesh.devices.flat))} in {_count(jax.process_count(), 'process')}",
         f"mesh {describe_sizes(dict(training.mesh.shape))}",
         _count(sum(spec.size for spec in jax.tree.leaves(training.specs)), "parameter"),
-        f"{_count(tokens, 'token')} a step",
+        f"{_count(each, 'token' if is_of_tokens else 'row')} a step",
     ]
     if local := training.ctx.local:
         num_slices = training.mesh.shape[local.axis]
@@ -66,13 +70,15 @@ def nothing(run_dir: Path, step: int, changed: Mapping[str, list[Any]]) -> str:
     return "\n".join(lines)
 
 
-def source(data: Batching) -> str:
+def source(data: Batching | RowData) -> str:
     """The kinds and paths of the data.
 
     >>> from meshpar.train.data import Jsonl, Mixture, Text
     >>> source(Mixture(parts=[{"weight": 1, "data": Jsonl(path="a")}, {"weight": 1, "data": Text(path="b")}]))
     'jsonl a, text b'
     """
+    if isinstance(data, RowData):
+        return data.label
     corpora = [corpus.model_dump(include={"kind", "path"}) for _, corpus in data.sources]
     return ", ".join(dict.fromkeys(f"{corpus['kind']} {corpus.get('path', '')}".strip() for corpus in corpora))
 

@@ -1,0 +1,68 @@
+"""Imports rows from a user's own function that a config names."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshpar.config import Target
+from meshpar.errors import DataError
+from meshpar.interop import user_code
+from meshpar.train.rows.config import RowData
+from meshpar.train.rows.dataset import Transform
+from meshpar.train.rows.source import Source, as_source
+
+
+class ImportedData(RowData):
+    """Rows that a user's function returns: mappings of names to arrays.
+
+    >>> ImportedData(target="my_data:rows", arguments={"split": "train"}, held_out={"split": "test"}).target
+    'my_data:rows'
+    """
+
+    kind: Literal["import"] = "import"
+    target: Target
+    """`package.module:name` of a function that returns rows: a Grain `MapDataset` or `IterDataset`, a Hugging Face data
+    set, a mapping of arrays, any object with `__len__` and `__getitem__`, or an iterator. A row is a mapping of names
+    to arrays or numbers."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function."""
+    held_out: dict[str, Any] | None = None
+    """Arguments with which the function returns the rows of evaluations, in addition to `arguments`: `{split: test}`.
+    Default: `held_out_fraction` of the rows."""
+    transform: Target | None = None
+    """`package.module:name` of a function (row, rng) -> row that changes each row of the training, where it is read.
+    The random numbers of `rng` follow from the seed, the epoch and the row."""
+
+    @model_validator(mode="after")
+    def _hold_out_once(self) -> Self:
+        if self.held_out is not None and self.held_out_fraction is not None:
+            what = f"held_out_fraction = {self.held_out_fraction}: held_out names the rows of evaluations"
+            raise ValueError(f"{what}, so that no fraction is drawn; leave one of them out")
+        return self
+
+    @cached_property
+    def sources(self) -> tuple[Source, Source | None]:
+        held_out = None if self.held_out is None else self._source(self.arguments | self.held_out)
+        return self._source(self.arguments), held_out
+
+    @cached_property
+    def row_transform(self) -> Transform | None:
+        return None if self.transform is None else user_code.load(self.transform)
+
+    @property
+    def label(self) -> str:
+        return self.target
+
+    def _source(self, arguments: dict[str, Any]) -> Source:
+        build = user_code.load(self.target)
+        if not callable(build):
+            raise DataError(f"{self.target} is {type(build).__name__}, not a function that returns rows")
+
+        def made() -> Any:
+            with user_code.blamed(self.target):
+                return partial(build, **arguments)()
+
+        return as_source(made, self.target)

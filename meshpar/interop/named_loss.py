@@ -1,0 +1,116 @@
+"""Calls a user's model with the arrays of a batch, for a loss by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from meshpar.errors import ConfigError, Problems, suggestion
+from meshpar.train.loss import Batch, LossSums
+from meshpar.train.rows.spec import COUNTED
+from meshpar.train.tasks import NamedLoss
+
+IF_TRAINING = {
+    "train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False,
+}  # fmt: skip
+"""Parameter of a model's call that says whether it trains -> its value in a training; the opposite in an evaluation."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a loss by name calls a model.
+
+    Args:
+      target: names the model in errors.
+      parameters: of the call that need an array.
+      optional: of the call that may get one.
+      flags: those of `IF_TRAINING` that the call has.
+      given: parameter -> array, from the config.
+      is_linen: whether the call takes the random keys of Linen.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    optional: tuple[str, ...]
+    flags: tuple[str, ...]
+    given: Mapping[str, str]
+    is_linen: bool
+
+    @classmethod
+    def of(cls, module: Any, target: str, given: Mapping[str, str]) -> Call:
+        """How a Linen module is called, or the NNX module that a function with an argument `rngs` returns."""
+        with nnx.use_eager_sharding(False):
+            made = module if isinstance(module, nn.Module) else nnx.eval_shape(lambda: module(rngs=nnx.Rngs(0)))
+        parameters = signature(type(made).__call__).parameters
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        named = {name: one for name, one in parameters.items() if name != "self" and one.kind in kinds}
+        arrays = {name: one for name, one in named.items() if name not in IF_TRAINING}
+        required = tuple(name for name, one in arrays.items() if one.default is Parameter.empty)
+        optional = tuple(name for name in arrays if name not in required)
+        flags = tuple(name for name in named if name in IF_TRAINING)
+        return cls(target, required, optional, flags, given, isinstance(made, nn.Module))
+
+    def trained(self, loss: NamedLoss) -> Callable[[Any, Batch, Any], LossSums]:
+        """The loss of a step: (model, batch, key)."""
+
+        def trained(model: Any, batch: Batch, key: Any) -> LossSums:
+            inputs, more = loss.inputs(batch, key)
+            return loss.sums(self._outputs(model, inputs, loss, key), batch, more, is_training=True)
+
+        return trained
+
+    def evaluated(self, loss: NamedLoss) -> Callable[[Any, Batch, Any], tuple[LossSums, dict[str, jax.Array], Any]]:
+        """(model, batch, key) -> the loss of an evaluation, what the metrics of all rows need, and the outputs."""
+
+        def evaluated(model: Any, batch: Batch, key: Any) -> tuple[LossSums, dict[str, jax.Array], Any]:
+            inputs, more = loss.inputs(batch, None)
+            outputs = self._outputs(model, inputs, loss, None)
+            sums = loss.sums(outputs, batch, more, is_training=False)
+            return sums, loss.of_rows(outputs, batch) | {COUNTED: batch[COUNTED]}, outputs
+
+        return evaluated
+
+    def _outputs(self, model: Any, inputs: Batch, loss: NamedLoss, key: jax.Array | None) -> Any:
+        is_training = key is not None
+        flags = {name: IF_TRAINING[name] == is_training for name in self.flags}
+        names = self._names(inputs, loss)
+        rngs = {"rngs": {"dropout": key}} if self.is_linen and is_training else {}
+        return model(**{parameter: inputs[name] for parameter, name in names.items()}, **flags, **rngs)
+
+    def _names(self, inputs: Batch, loss: NamedLoss) -> dict[str, str]:
+        """Parameter -> the array that it gets.
+
+        Raises:
+          ConfigError: lists every parameter without an array, and every name in `model.inputs` that is not there.
+        """
+        problems = Problems()
+        parameters = (*self.parameters, *self.optional)
+        there = ", ".join(inputs)
+        labels = f" besides {', '.join(loss.labels)}" if loss.labels else ""
+        for parameter, name in self.given.items():
+            if parameter not in parameters:
+                fix = suggestion(parameter, parameters, f"it has {', '.join(parameters)}")
+                problems.add(f"model.inputs.{parameter}", f"the call of {self.target} has no such parameter", fix)
+            elif name not in inputs:
+                fix = suggestion(name, inputs, f"the rows have {there}{labels}")
+                problems.add(f"model.inputs.{parameter} = {name}", "the model can be called with no such array", fix)
+        found = {parameter: name for parameter, name in self.given.items() if name in inputs}
+        left = [parameter for parameter in self.parameters if parameter not in self.given]
+        if len(self.parameters) == 1 and left and len(inputs) == 1:
+            return found | {left[0]: next(iter(inputs))}
+        for parameter in left:
+            if parameter in inputs:
+                found[parameter] = parameter
+            else:
+                what = f"the call of {self.target} needs it, and the rows have {there}{labels}"
+                fix = f"model.inputs={{{parameter}: {next(iter(inputs), 'ARRAY')}}}"
+                problems.add(f"model.inputs.{parameter}", what, fix)
+        found |= {name: name for name in self.optional if name in inputs and name not in self.given}
+        problems.raise_any(ConfigError, "the model cannot be called with the arrays of a batch:")
+        return found
