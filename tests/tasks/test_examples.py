@@ -1,0 +1,71 @@
+"""The examples of `configs/examples`: each learns what it is for, and is the same on three meshes as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshpar import Run, fit
+from meshpar.experiment.config import load
+from tests.tasks import runs
+
+FOLDER = Path(__file__).parents[2] / "configs" / "examples"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+LEARNED = {
+    "digits_vit": ("accuracy", 0.93), "digits_resnet": ("accuracy", 0.93), "masked_tokens": ("accuracy", 0.8),
+    "clip_pairs": ("recall_at_1", 0.8), "house_prices": ("r2", 0.98),
+}  # fmt: skip
+"""Metric -> the least value that a trained example must have."""
+MESHES = {
+    "data": ({"data": 8}, ["zero1"]),
+    "fsdp": ({"data": 4, "fsdp": 2}, ["fsdp"]),
+    "tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"]),
+}
+SMALL = {"digits_vit": {"layers": 1, "width": 16}}
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.chdir(FOLDER)
+
+
+def test_each_example_has_a_figure_that_it_must_reach():
+    assert {*LEARNED} == {*EXAMPLES} == {path.stem for path in FOLDER.glob("*.py")}
+
+
+def placed(example, folder, mesh, preset, dtype) -> Run:
+    """An example with small batches on a mesh."""
+    run = load(f"{example}.yaml")
+    model = run.model.model_copy(update={"arguments": run.model.arguments | SMALL.get(example, {})})
+    data = run.data.model_copy(update={"transform": None, "batch_size": 16})
+    rules = {"preset": preset, "unnamed": []}
+    changes = {"precision": {"params": dtype, "compute": dtype}, "run_dir": folder, "mesh": mesh, "rules": rules}
+    if dtype == "float32":  # Adam would divide the rounding of tiny gradients by their size
+        changes["optim"] = {"kind": "sgd", "lr": 0.05}
+    return Run.model_validate({**dict(run), "model": model, "data": data, **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_equal_to_one_device(here, tmp_path, float64, example, mesh):
+    # Flax stores statistics of batches in float32, in which a rectifier at zero takes either side.
+    has_statistics = example == "digits_resnet"
+    dtype, atol, num_steps = ("float32", 1e-4, 1) if has_statistics else ("float64", 1e-10, 2)
+    with jax.enable_x64(not has_statistics), jax.numpy_dtype_promotion("standard"):
+        expected, found = (
+            runs.after_steps(placed(example, tmp_path, *layout, dtype), num_devices, num_steps)
+            for layout, num_devices in ((runs.ONE, 1), (MESHES[mesh], 8))
+        )
+    runs.assert_close(expected, found, atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_learns(here, tmp_path, example):
+    with jax.numpy_dtype_promotion("standard"):
+        fit(load(f"{example}.yaml", [f"run_dir={tmp_path}"]), json=True)
+    name, least = LEARNED[example]
+    assert runs.records(tmp_path, "evaluation")[-1][name] >= least
