@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -41,6 +41,46 @@ def declared(num_flops: int) -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
+class ProductSizes:
+    """What the time of one run of a product depends on.
+
+    Args:
+      kind: see `Product`.
+      num_flops: operations.
+      batch, rows, columns, terms: a batch of products [rows, terms] x [terms, columns]. For an attention kernel: rows
+        of heads, queries, keys, and the size of a head. All 1 for a kernel whose sizes are not known.
+      width: bytes of an element of the narrower operand.
+      num_bytes: bytes of the operands and of the result.
+    """
+
+    kind: str
+    num_flops: int
+    batch: int = 1
+    rows: int = 1
+    columns: int = 1
+    terms: int = 1
+    width: int = 4
+    num_bytes: int = 0
+
+    @property
+    def is_attention(self) -> bool:
+        return self.kind.startswith("dot_product_attention")
+
+    def divided(self, parts: int) -> ProductSizes:
+        """A part of the product: of the batch, then of the largest size, that of the tokens of a whole batch."""
+        batched = math.gcd(self.batch, parts)
+        sizes = {"rows": self.rows, "columns": self.columns, "terms": self.terms}
+        largest = max(sizes, key=sizes.__getitem__)
+        return replace(
+            self,
+            num_flops=self.num_flops // parts,
+            batch=self.batch // batched,
+            num_bytes=self.num_bytes // parts,
+            **{largest: max(1, sizes[largest] * batched // parts)},
+        )
+
+
+@dataclass(frozen=True)
 class Product:
     """The matrix products or convolutions of one equation.
 
@@ -51,6 +91,8 @@ class Product:
       num_shards: the number of devices that run it on different shards; 1 outside of manual regions.
       times: how often one call of the program runs it.
       needed: the part of it that the model needs, see `needed`.
+      sizes: of one run.
+      loops: see `walk.Visit`.
     """
 
     kind: str
@@ -58,6 +100,8 @@ class Product:
     num_shards: int = 1
     times: Fraction = Fraction(1)
     needed: Fraction = Fraction(1)
+    sizes: ProductSizes = ProductSizes("", 0)
+    loops: tuple[int, ...] = ()
 
     @property
     def total(self) -> Fraction:
@@ -90,7 +134,8 @@ def traced_products(program: ClosedJaxpr, mean: bool = False) -> list[Product]:
             raise ProgramError(f"{visit.primitive}: in a while loop, which may run any number of times")
         part = _NEEDED.search(visit.scope)
         share = Fraction(int(part[1]), int(part[2])) if part else Fraction(1)
-        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, share))
+        sizes = _sizes(visit, num_flops)
+        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, share, sizes, visit.loops))
     return found
 
 
@@ -113,6 +158,63 @@ def _num_flops(visit: Visit) -> int | None:
         stated = DECLARED.search(visit.scope)
         return int(stated[1]) if stated else None
     return 2 * PRODUCTS[visit.primitive](visit.equation) if visit.primitive in PRODUCTS else None
+
+
+def _sizes(visit: Visit, num_flops: int) -> ProductSizes:
+    """The sizes of a product, by its operands."""
+    equation = visit.equation
+    operands = [var.aval for var in equation.invars if getattr(var.aval, "shape", ())]
+    results = [var.aval for var in equation.outvars if getattr(var.aval, "shape", ())]
+    num_bytes = sum(array.size * array.dtype.itemsize for array in [*operands, *results])
+    width = min((array.dtype.itemsize for array in operands[:2]), default=4)
+    shape = _SHAPES.get(visit.primitive, lambda equation: (1, 1, 1, 1))(equation)
+    return ProductSizes(visit.primitive, num_flops, *shape, width=width, num_bytes=num_bytes)
+
+
+def _dot_shape(equation: Any) -> Sequence[int]:
+    """Batch, rows, columns and terms of a matrix product."""
+    left, right = (operand.aval.shape for operand in equation.invars[:2])
+    (contracted, contracted_right), (batched, batched_right) = equation.params["dimension_numbers"]
+    batch = math.prod(left[dim] for dim in batched)
+    terms = math.prod(left[dim] for dim in contracted)
+    rows = math.prod(size for dim, size in enumerate(left) if dim not in {*contracted, *batched})
+    columns = math.prod(size for dim, size in enumerate(right) if dim not in {*contracted_right, *batched_right})
+    return batch, rows, columns, terms
+
+
+def _ragged_shape(equation: Any) -> Sequence[int]:
+    """Each group of rows has a product of its own, of the mean number of rows."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    left, right = (operand.aval.shape for operand in equation.invars[:2])
+    (contracted, contracted_right), _ = numbers.dot_dimension_numbers
+    groups = math.prod(right[dim] for dim in numbers.rhs_group_dimensions) or 1
+    terms = math.prod(left[dim] for dim in contracted)
+    held = {*contracted_right, *numbers.rhs_group_dimensions}
+    columns = math.prod(size for dim, size in enumerate(right) if dim not in held)
+    return groups, max(1, math.prod(left) // terms // groups), columns, terms
+
+
+def _convolution_shape(equation: Any) -> Sequence[int]:
+    """A convolution as the product of its windows with the kernel."""
+    numbers = equation.params["dimension_numbers"]
+    kernel = equation.invars[1].aval.shape
+    out = equation.outvars[0].aval.shape
+    columns = out[numbers.out_spec[1]]
+    return 1, math.prod(out) // columns, columns, math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+
+
+def _attention_shape(equation: Any) -> Sequence[int]:
+    batch, seq, heads, size = equation.invars[0].aval.shape
+    return batch * heads, seq, equation.invars[1].aval.shape[1], size
+
+
+_SHAPES: dict[str, Callable[[Any], Sequence[int]]] = {
+    "dot_general": _dot_shape,
+    "ragged_dot_general": _ragged_shape,
+    "conv_general_dilated": _convolution_shape,
+    "dot_product_attention_fwd_wrapper": _attention_shape,
+    "dot_product_attention_bwd_wrapper": _attention_shape,
+}
 
 
 def _dot_terms(equation: Any) -> int:

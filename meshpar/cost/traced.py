@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ class Collective:
       group_size: n, the number of devices of a group.
       times: how often one call of the program runs it.
       senders: the fraction of the devices that send; below 1 only for a permute.
+      loop: the number of the innermost loop that runs it, see `walk.Visit`; 0 outside of loops.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Collective:
     group_size: int
     times: Fraction = Fraction(1)
     senders: Fraction = Fraction(1)
+    loop: int = field(default=0, compare=False)
 
     @property
     def sent_bytes(self) -> Fraction:
@@ -150,4 +152,4 @@ def _collectives(visit: Visit, float_bytes: int) -> Iterator[Collective]:
         width = max(dtype.itemsize, float_bytes) if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize
         num_bytes = operand.aval.size * width
         full = num_bytes * group_size if kind == "all_gather" else num_bytes
-        yield Collective(kind, axes, full, group_size, visit.times, senders)
+        yield Collective(kind, axes, full, group_size, visit.times, senders, visit.loops[-1] if visit.loops else 0)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import count
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ class Visit:
       axis_sizes: the sizes of the mesh's axes in a manual region (`shard_map`); empty outside.
       num_shards: the number of shards that manual regions make of its arrays: the number of devices in a region over
         the whole mesh, 1 outside, where arrays are whole.
+      loops: the numbers of the loops that contain it, the innermost last. Loops of one iteration are none.
       mean: whether `times` is the mean of all stages of a pipeline; otherwise it is that of a stage with both ends.
     """
 
@@ -54,6 +56,7 @@ class Visit:
     scope: str = ""
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     num_shards: int = 1
+    loops: tuple[int, ...] = ()
     mean: bool = False
 
     @property
@@ -69,26 +72,28 @@ def walk(program: ClosedJaxpr, mean: bool = False) -> Iterator[Visit]:
       mean: see `Visit`.
     """
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _walk(live, Visit(None, mean=mean))
+    return _walk(live, Visit(None, mean=mean), count(1))
 
 
-def _walk(jaxpr: Jaxpr, around: Visit) -> Iterator[Visit]:
+def _walk(jaxpr: Jaxpr, around: Visit, numbers: Iterator[int]) -> Iterator[Visit]:
     for equation in jaxpr.eqns:
         visit = replace(around, equation=equation, scope=f"{around.scope}/{equation.source_info.name_stack}")
         yield visit
-        inside = _inside(visit)
+        inside = _inside(visit, numbers)
         inner = inner_jaxprs(equation)
         for jaxpr_inside, each in zip(inner, repeats(visit, len(inner)), strict=True):
             times = None if visit.times is None or each is None else visit.times * each
-            yield from _walk(jaxpr_inside, replace(inside, times=times))
+            yield from _walk(jaxpr_inside, replace(inside, times=times), numbers)
 
 
-def _inside(visit: Visit) -> Visit:
+def _inside(visit: Visit, numbers: Iterator[int]) -> Visit:
     """The visit from which the visits of the equations inside this one are derived."""
     if visit.primitive == "shard_map":
         sizes = dict(visit.equation.params["mesh"].shape)
         num_shards = math.prod(sizes[axis] for axis in visit.equation.params["newly_manual_axes"])
         return replace(visit, axis_sizes=sizes, num_shards=visit.num_shards * num_shards)
+    if visit.primitive == "while" or (visit.primitive == "scan" and visit.equation.params["length"] > 1):
+        return replace(visit, loops=(*visit.loops, next(numbers)))
     return visit
 
 

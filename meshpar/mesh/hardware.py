@@ -19,6 +19,11 @@ class Chip:
       flops: dense bfloat16 operations a second.
       memory_bytes: size of the high-bandwidth memory.
       memory_bytes_per_s: bandwidth of that memory.
+      flops8: dense operations a second of 8 bits: of floats, or of integers where the chip has no such floats. 0 if it
+        has neither.
+      cores: how many tiles of a product it computes at once: streaming multiprocessors, or 1 where the arrays of a TPU
+        work on one product.
+      tile: rows and columns of the part of a product that one core computes.
     """
 
     name: str
@@ -26,27 +31,50 @@ class Chip:
     flops: float
     memory_bytes: float
     memory_bytes_per_s: float
+    flops8: float = 0.0
+    cores: int = 1
+    tile: tuple[int, int] = (1, 1)
 
 
+# Tiles of GPUs: the most efficient of cuBLAS, 256 x 128 (docs.nvidia.com/deeplearning/performance/
+# dl-performance-matrix-multiplication). The arrays of a TPU: jax-ml.github.io/scaling-book/tpus.
+_GPU_TILE = (256, 128)
+_A100_CORES, _H100_CORES, _H100_PCIE_CORES, _B200_CORES = 108, 132, 114, 148
 CHIPS = (
     # cloud.google.com/tpu/docs/v4
-    Chip("TPU v4", ("TPU v4",), 275e12, 32 * GIB, 1200e9),
+    Chip("TPU v4", ("TPU v4",), 275e12, 32 * GIB, 1200e9, 275e12, tile=(128, 128)),
     # cloud.google.com/tpu/docs/v5e
-    Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9),
+    Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 393e12, tile=(128, 128)),
     # cloud.google.com/tpu/docs/tpu7x, which also lists v5p and v6e. A TPU7x is two JAX devices; these are for one.
-    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9),
-    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9),
-    Chip("TPU7x", ("TPU7x",), 2307e12 / 2, 192 * GIB / 2, 7380e9 / 2),
+    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 918e12, tile=(128, 128)),
+    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9, 1836e12, tile=(256, 256)),
+    Chip("TPU7x", ("TPU7x",), 2307e12 / 2, 192 * GIB / 2, 7380e9 / 2, 4614e12 / 2, tile=(256, 256)),
     # nvidia.com/en-us/data-center/a100
-    Chip("A100 40GB", ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312e12, 40e9, 1555e9),
-    Chip("A100 80GB SXM", ("NVIDIA A100-SXM4-80GB",), 312e12, 80e9, 2039e9),
-    Chip("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), 312e12, 80e9, 1935e9),
+    Chip(
+        "A100 40GB",
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        312e12,
+        40e9,
+        1555e9,
+        624e12,
+        _A100_CORES,
+        _GPU_TILE,
+    ),
+    Chip("A100 80GB SXM", ("NVIDIA A100-SXM4-80GB",), 312e12, 80e9, 2039e9, 624e12, _A100_CORES, _GPU_TILE),
+    Chip("A100 80GB PCIe", ("NVIDIA A100 80GB PCIe",), 312e12, 80e9, 1935e9, 624e12, _A100_CORES, _GPU_TILE),
     # nvidia.com/en-us/data-center/h100 and h200, whose FLOPs are with sparsity: half of them are dense.
-    Chip("H100 SXM", ("NVIDIA H100 80GB HBM3",), 1979e12 / 2, 80e9, 3350e9),
-    Chip("H100 PCIe", ("NVIDIA H100 PCIe",), 1513e12 / 2, 80e9, 2000e9),
-    Chip("H200 SXM", ("NVIDIA H200",), 1979e12 / 2, 141e9, 4800e9),
-    # nvidia.com/en-us/data-center/dgx-b200, of 8: 36 PFLOPS with sparsity, 1440 GB, 64 TB/s.
-    Chip("B200", ("NVIDIA B200",), 36e15 / 8 / 2, 1440e9 / 8, 64e12 / 8),
+    Chip("H100 SXM", ("NVIDIA H100 80GB HBM3",), 1979e12 / 2, 80e9, 3350e9, 3958e12 / 2, _H100_CORES, _GPU_TILE),
+    # As torchtitan's hosts have it: 96 GB of HBM2e, 500 W. Its makers state no other peak than the SXM's.
+    # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
+    Chip("H100 96GB HBM2e", (), 1979e12 / 2, 96e9, 2400e9, 3958e12 / 2, _H100_CORES, _GPU_TILE),
+    Chip("H100 PCIe", ("NVIDIA H100 PCIe",), 1513e12 / 2, 80e9, 2000e9, 3026e12 / 2, _H100_PCIE_CORES, _GPU_TILE),
+    Chip("H200 SXM", ("NVIDIA H200",), 1979e12 / 2, 141e9, 4800e9, 3958e12 / 2, _H100_CORES, _GPU_TILE),
+    # nvidia.com/en-us/data-center/dgx-b200, of 8: 36 PFLOPS with sparsity (8 bits: 72), 1440 GB, 64 TB/s.
+    Chip("B200", ("NVIDIA B200",), 36e15 / 8 / 2, 1440e9 / 8, 64e12 / 8, 72e15 / 8 / 2, _B200_CORES, _GPU_TILE),
+    # nvidia.com/en-us/data-center/gb200-nvl72, of 72: 360 PFLOPS with sparsity (8 bits: 720), 13.4 TB, 576 TB/s.
+    Chip(
+        "GB200", ("NVIDIA GB200",), 360e15 / 72 / 2, 13.4e12 / 72, 576e12 / 72, 720e15 / 72 / 2, _B200_CORES, _GPU_TILE
+    ),
 )
 
 
@@ -79,6 +107,7 @@ class Links:
 # a group with m devices on a host has m of them, see `planning.machine`. Latencies of NVLink
 # and networks: the hwLat table of NCCL's tuning model (github.com/NVIDIA/nccl), Ring/Simple.
 _NVLINK_S = 3.4e-6
+_PCIE_S = 5.7e-6
 _NETWORK_S = 14e-6
 LINKS = {
     "TPU v4": Links(Link(45e9, 1e-6, torus=True), Link(6.25e9, _NETWORK_S)),
@@ -88,8 +117,13 @@ LINKS = {
     "A100 40GB": Links(Link(300e9, _NVLINK_S), Link(25e9, _NETWORK_S)),
     "A100 80GB SXM": Links(Link(300e9, _NVLINK_S), Link(25e9, _NETWORK_S)),
     "H100 SXM": Links(Link(450e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
+    "H100 96GB HBM2e": Links(Link(450e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
+    # nvidia.com/en-us/data-center/h100: PCIe Gen5, 128 GB/s in both directions
+    "H100 PCIe": Links(Link(64e9, _PCIE_S), Link(50e9, _NETWORK_S)),
     "H200 SXM": Links(Link(450e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
     "B200": Links(Link(900e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
+    # A host is a rack of 72 GPUs that NVLink joins; 400 Gb/s a GPU across (nvidia.com/en-us/data-center/gb200-nvl72).
+    "GB200": Links(Link(900e9, _NVLINK_S), Link(50e9, _NETWORK_S)),
 }
 
 

@@ -27,6 +27,8 @@ GPUS = {
     "h200": "H200 SXM",
     "b200": "B200",
 }
+PLANNED = {"h100_hbm2e": "H100 96GB HBM2e", "h100_pcie": "H100 PCIe", "gb200": "GB200"}
+"""GPUs that a plan estimates, and that XLA has no description of."""
 _CUDA = {"jax_cuda12_plugin", "jax_cuda13_plugin"}
 _FORM = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+)*)$")
 
@@ -60,6 +62,10 @@ class Target:
           MeshError: the compiler for it is not installed, or does not know the machine.
         """
         modules, extra = ({"libtpu"}, "tpu-target") if self.is_tpu else (_CUDA, "gpu-target")
+        if not self.is_tpu and self.chip.name not in FOR_XLA:
+            near = "b200" if self.chip.name == "GB200" else "h100"
+            why = f"XLA has no description of a {self.chip.name}"
+            raise MeshError(f"--target {self.text}: {why}; compile for {near}, whose kernels are the same")
         if not any(map(find_spec, modules)):
             fix = f"install it with: pip install 'meshpar[{extra}]'"
             raise MeshError(f"--target {self.text}: its compiler is not installed; {fix}")
@@ -89,7 +95,7 @@ def parse(text: str) -> Target:
     match = _FORM.match(text)
     if not match:
         raise MeshError(f"--target {text}: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8")
-    known = TPUS | GPUS
+    known = TPUS | GPUS | PLANNED
     name = match["chip"].lower()
     if name not in known:
         near = nearest(name, known)
@@ -97,6 +103,6 @@ def parse(text: str) -> Target:
         raise MeshError(f"--target {text}: no chip is called {match['chip']!r}; {meant} {', '.join(known)}")
     chip = next(chip for chip in CHIPS if chip.name == known[name])
     shape = tuple(int(size) for size in match["shape"].split("x"))
-    if name in GPUS and len(shape) > 2:
+    if name not in TPUS and len(shape) > 2:
         raise MeshError(f"--target {text}: write hosts x GPUs on each, as in {name}:4x8")
     return Target(text, chip, shape, name in TPUS)

@@ -49,13 +49,24 @@ def alternatives(machine: Machine, candidates: Sequence[Candidate], best: Candid
         change = _nearest(lambda factor, figure=figure: winner(figure.scaled(factor), at_most))
         if change:
             factor, other = change
-            found.append((abs(log2(factor)), Alternative(f"{figure.value * factor:.3g} {figure.name}", other.layout)))
+            found.append(
+                (abs(log2(factor)), Alternative(f"{shown(figure.value * factor)} {figure.name}", other.layout))
+            )
     change = _nearest(lambda factor: winner(machine, at_most * factor))
     if change:
         factor, other = change
         memory = f"{human_bytes(at_most * factor)} of memory on a device"
         found.append((abs(log2(factor)), Alternative(memory, other.layout)))
     return [alternative for _, alternative in sorted(found, key=lambda one: one[0])]
+
+
+def shown(value: float) -> str:
+    """A figure in three digits.
+
+    >>> shown(1391.2), shown(3.724)
+    ('1,391', '3.72')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _nearest(winner: Callable[[float], Candidate | None]) -> tuple[float, Candidate] | None:

@@ -1,12 +1,13 @@
 """Estimates the time and the memory of a step on a machine from its trace; nothing is compiled.
 
-    step = computation, or the communication beside it, whichever is longer, + exposed communication
-           + the idle time of the schedule
+    step = products + other operations + the communication that they wait for, by axes
+           + the communication that nothing hides, by axes + the idle time of the schedule
 
-A product takes the time of its operations at the machine's rate, any other operation the time to read and write its
-bytes. Weights are gathered and gradients reduced while others are computed, and permutes, of attention's rings and of a
-pipeline's messages, travel beside products too: they are hidden where devices communicate while they compute.
-Activations that a product waits for are exposed.
+A product takes the time of its tiles at the machine's rate, any other operation the time to read and write its
+bytes. Activations that a product waits for are exposed. Weights that are gathered and gradients that are reduced, and
+permutes, of attention's rings and of a pipeline's messages, may hide behind products of the loop that runs them, where
+devices communicate while they compute. What runs outside of loops, such as the reduction of a whole gradient after the
+backward, has only the products outside of loops to hide behind.
 
 The trace of a pipeline's step has the products of as many layers as the longest stage has, and of both ends of the
 model. So the time of each stage is known, on its own chips. The busiest one decides. The simulation of the schedule
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Self, TypeVar
@@ -26,10 +27,11 @@ from typing import Self, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.cost.flops import traced_products
+from meshpar.cost.flops import ProductSizes, traced_products
 from meshpar.cost.live import peak_bytes
+from meshpar.cost.passes import passes
 from meshpar.cost.touched import TRANSPOSE, Touch, functions_outside, touched_bytes
-from meshpar.cost.traced import Collective
+from meshpar.cost.traced import Axes, Collective
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.inspect import axes_name
 from meshpar.parallel.pipeline.partition import StagePartition
@@ -37,9 +39,11 @@ from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import OpTimes, Timeline, simulate
 from meshpar.planning.machine import Machine, Sizes
 from meshpar.planning.stages import NOTHING, Busy
-from meshpar.sharding.resolve import AnyMesh
+from meshpar.sharding.resolve import AnyMesh, platform_of
 
 Key = TypeVar("Key")
+CHUNKED = 1.1
+"""A product in eight chunks of rows, over the whole: 1.08 to 1.14 on one H100 (scripts/bench_matmul.py, 2026-11-26)."""
 FILLED = 4
 """Microbatches of a schedule over its stages from which more of them add no idle time."""
 
@@ -79,23 +83,28 @@ class Operations:
     """What a device computes.
 
     Args:
-      products: operations of a product -> how often it runs.
+      products: sizes of a product -> how often it runs.
       touched: another operation -> how often it runs.
     """
 
-    products: Mapping[int, float]
+    products: Mapping[ProductSizes, float]
     touched: Mapping[Touch, float]
 
     @cached_property
     def flops(self) -> float:
         """Operations of all products."""
-        return sum(flops * times for flops, times in self.products.items())
+        return sum(one.num_flops * times for one, times in self.products.items())
+
+    @cached_property
+    def num_bytes(self) -> float:
+        """Bytes that all other operations read and write."""
+        return sum(one.num_bytes * times for one, times in self.touched.items())
 
     def __sub__(self, other: Operations) -> Operations:
         return Operations(_without(self.products, other.products), _without(self.touched, other.touched))
 
     def __mul__(self, factor: float) -> Operations:
-        products = {flops: times * factor for flops, times in self.products.items()}
+        products = {one: times * factor for one, times in self.products.items()}
         return Operations(products, {one: times * factor for one, times in self.touched.items()})
 
 
@@ -135,6 +144,8 @@ class Work:
       idle: the makespan of the schedule over its work, if all stages take equally long; 1 without a pipeline.
       stages: the stages of a pipeline; None without one.
       dcn: (axis, size) of the part of the mesh's axes that is across hosts; empty where hosts follow the axes' order.
+      in_loops: the number of a loop -> the part of the products that it runs; 0 for those outside of loops. Default:
+        all collectives may hide behind all products.
     """
 
     mesh: AnyMesh
@@ -148,6 +159,7 @@ class Work:
     outer_beside: float = 0.0
     stages: Stages | None = None
     dcn: Sizes = ()
+    in_loops: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})
 
     @property
     def sent_bytes(self) -> float:
@@ -165,29 +177,53 @@ class Work:
             if one.axes == ("tensor",) and one.kind in again:
                 size = one.group_size
                 times = one.times * (size - 1) * again[one.kind]
-                beside.append(Collective("collective_permute", one.axes, one.full_bytes // size, size, times))
+                permute = Collective("collective_permute", one.axes, one.full_bytes // size, size, times, loop=one.loop)
+                beside.append(permute)
             else:
                 waits.append(one)
-        return replace(self, beside=beside, waits=waits)
+        products = {one: times * (1 if one.is_attention else CHUNKED) for one, times in self.computes.products.items()}
+        return replace(self, beside=beside, waits=waits, computes=replace(self.computes, products=products))
 
     def on(self, machine: Machine) -> Estimate:
         """The estimate on a machine."""
         every = self.busy(machine)
         busiest = max(every, key=lambda one: one.total)
         computes = busiest.products + busiest.others
-        beside = sum(machine.collective_s(one, self.mesh, self.dcn) for one in self.beside)
-        exposed = max(0.0, beside - computes) if machine.overlaps else beside
-        terms = {"products": busiest.products, "other operations": busiest.others, "weights and gradients": exposed}
+        beside, exposed = self._exposed(machine, computes)
+        terms = {"products": busiest.products, "other operations": busiest.others}
+        terms |= {f"exposed over {axes_name(axes)}": seconds for axes, seconds in exposed.items()}
         terms["new memory"] = machine.new_memory_s(self.step_bytes)
         terms |= {f"waits for {axes_name(axes)}": seconds for axes, seconds in busiest.waits.items()}
         if len(every) > 1:  # while the schedule fills and empties, the busiest stage waits for the others
             others = (sum(one.total for one in every) - busiest.total) / (len(every) - 1)
-            terms["bubble"] = (self.idle - 1) * (others + exposed)
+            terms["bubble"] = (self.idle - 1) * (others + sum(exposed.values()))
         outer = sum(machine.collective_s(one, self.mesh, self.dcn) for one in self.outer)
         hidden = self.outer_beside * computes if machine.overlaps else 0.0
         terms["outer steps"] = max(0.0, outer - hidden)
         shown = {term: seconds for term, seconds in terms.items() if seconds}
         return Estimate(shown, beside, self.states_bytes, self.step_bytes)
+
+    def _exposed(self, machine: Machine, computes: float) -> tuple[float, dict[Axes, float]]:
+        """Seconds of all communication beside products, and by axes of that which the products of its loop do not hide.
+
+        Args:
+          computes: seconds of a device's products and other operations.
+        """
+        by_loop: dict[int, dict[Axes, float]] = defaultdict(lambda: defaultdict(float))
+        for one in self.beside:
+            by_loop[one.loop if one.loop in self.in_loops else 0][one.axes] += machine.collective_s(
+                one, self.mesh, self.dcn
+            )
+        total = 0.0
+        exposed: dict[Axes, float] = defaultdict(float)
+        for loop, by_axes in by_loop.items():
+            seconds = sum(by_axes.values())
+            total += seconds
+            hidden = self.in_loops.get(loop, 0.0) * computes if machine.overlaps else 0.0
+            left = max(0.0, 1 - hidden / seconds) if seconds else 0.0
+            for axes, of_axes in by_axes.items():
+                exposed[axes] += left * of_axes
+        return total, exposed
 
     def busy(self, machine: Machine) -> list[Busy]:
         """The time of each stage of a pipeline, on its own chips; of one device, if there is no pipeline.
@@ -252,7 +288,18 @@ def work_of(prepared: Prepared) -> Work | None:
         outer_beside=float(1 / rounds.mean_steps_between) if rounds and rounds.overlap_steps else 0.0,
         stages=stages_of(computes, step, prepared),
         dcn=tuple((axis, size) for axis, size in dcn.sizes.items() if size > 1) if dcn else (),
+        in_loops=in_loops(step),
     )
+
+
+def in_loops(step: ClosedJaxpr) -> dict[int, float]:
+    """The number of a loop -> the part of the products that it and the loops inside it run; 0 for those outside."""
+    found: dict[int, float] = defaultdict(float)
+    for one in traced_products(step):
+        for loop in one.loops or (0,):
+            found[loop] += float(one.total)
+    total = sum(float(one.total) for one in traced_products(step)) or 1.0
+    return {0: 0.0} | {loop: flops / total for loop, flops in found.items()}
 
 
 def stages_of(computes: Operations, step: ClosedJaxpr, prepared: Prepared) -> Stages | None:
@@ -276,20 +323,22 @@ def _without(counts: Mapping[Key, float], others: Mapping[Key, float]) -> dict[K
 @lru_cache(maxsize=2**16)
 def _seconds(of: Operations, machine: Machine) -> tuple[float, float]:
     """Seconds of products, and of other operations."""
-    products = sum(times * machine.product_s(flops) for flops, times in of.products.items())
+    products = sum(times * machine.product_s(one) for one, times in of.products.items())
     return products, sum(times * machine.touch_s(one) for one, times in of.touched.items())
 
 
 def operations(step: ClosedJaxpr, prepared: Prepared, mean: bool = False) -> Operations:
     """What a device computes in a traced step. GSPMD divides products outside of manual regions."""
-    products: dict[int, float] = defaultdict(float)
+    products: dict[ProductSizes, float] = defaultdict(float)
     for one in traced_products(step, mean):
-        products[one.num_flops] += float(one.times * one.num_shards / prepared.mesh.size)
-    touched = {one: float(times) for one, times in touched_bytes(step, mean).items()}
+        products[one.sizes] += float(one.times * one.num_shards / prepared.mesh.size)
+    is_cpu = (platform_of(prepared.mesh) or "cpu") == "cpu"
+    counted = touched_bytes(step, mean) if is_cpu else passes(step, mean)
+    touched = {one: float(times) for one, times in counted.items()}
     if step is prepared.countable_step:
         updated, num_arrays = _update(step, prepared)
         touched[updated] = touched.get(updated, 0.0) + num_arrays
-        if transposed := _transposed(prepared):
+        if is_cpu and (transposed := _transposed(prepared)):
             moved = Touch(0, ((TRANSPOSE, transposed),))
             touched[moved] = touched.get(moved, 0.0) + 1
     return Operations(products, touched)

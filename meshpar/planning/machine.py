@@ -10,10 +10,11 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from meshpar.cost.flops import ProductSizes
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Axes, Collective
 from meshpar.errors import MeshError
-from meshpar.mesh.hardware import LINKS, Link, Links
+from meshpar.mesh.hardware import LINKS, Chip, Link, Links
 from meshpar.mesh.layout import slices_by_stage
 from meshpar.mesh.targets import Target
 from meshpar.sharding.resolve import AnyMesh
@@ -21,8 +22,21 @@ from meshpar.sharding.resolve import AnyMesh
 Sizes = tuple[tuple[str, int], ...]
 """(axis, size) of some axes of a mesh."""
 EFFICIENCY = 0.7
-"""The share of a chip's peak that large matrix products reach. An assumption, the same for all chips: it changes how
-compute compares with communication, so measure it where a plan is close."""
+"""The share of a chip's peak that products reach whose tiles fill all cores. An assumption, the same for all chips.
+`plan --published` prints the factor by which each published source differs from it."""
+ATTENTION = 0.5
+"""The share of a chip's peak that kernels of attention reach, forward and backward together: FlashAttention-2 reaches
+50 to 73 % on A100s (arXiv:2307.08691), cuDNN 40 % in rows of 2,048 tokens on the one H100 that was measured."""
+MEMORY = 0.9
+"""The share of a memory's bandwidth that operations reach which read and write arrays once."""
+PROLOGUE = 64
+"""Terms of a product's sums that take as long as to start it: a slice of CUTLASS's default tile, which is loaded before
+the first is multiplied."""
+BLOCK = 128
+"""Queries of a tile of an attention kernel. Of the tiles on the diagonal a causal kernel computes all."""
+LAUNCH_S = 0.9e-6
+"""Between two kernels of a GPU: 3.8 us for one of 2.9 us if launches overlap it
+(developer.nvidia.com/blog/cuda-graphs)."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +88,8 @@ class Machine(Protocol):
     @property
     def targets(self) -> Sequence[str]: ...
 
-    def product_s(self, flops: float) -> float:
-        """Seconds of a matrix product with so many operations, on every device at once."""
+    def product_s(self, one: ProductSizes) -> float:
+        """Seconds of a matrix product, on every device at once."""
         ...
 
     def touch_s(self, one: Touch) -> float:
@@ -107,6 +121,9 @@ class StatedMachine:
     Args:
       flops: operations a second that a device reaches in matrix products.
       links: the networks inside a host and across hosts.
+      chip: the makers' figures of a device. None: products take their operations, and nothing else takes time.
+      attention: operations a second that a kernel of attention reaches.
+      launched_s: seconds between two kernels. Default: `LAUNCH_S` of GPUs.
     """
 
     text: str
@@ -117,15 +134,21 @@ class StatedMachine:
     links: Links
     platform: str = "gpu"
     overlaps: bool = True
+    chip: Chip | None = None
+    attention: float = 0.0
+    launched_s: float | None = None
 
     @classmethod
-    def of(cls, target: Target, efficiency: float = EFFICIENCY) -> Self:
+    def of(cls, target: Target, efficiency: float = EFFICIENCY, links: Links | None = None) -> Self:
         """A target machine, by its makers' figures.
+
+        Args:
+          links: default: the makers'.
 
         Raises:
           MeshError: the bandwidth of its links is not known.
         """
-        if target.chip.name not in LINKS:
+        if links is None and target.chip.name not in LINKS:
             known = ", ".join(LINKS)
             raise MeshError(
                 f"--target {target.text}: the links of {target.chip.name} are not known; those are: {known}"
@@ -137,8 +160,23 @@ class StatedMachine:
             per_host=target.num_chips if target.is_tpu else target.shape[-1],
             flops=efficiency * chip.flops,
             memory_bytes=chip.memory_bytes,
-            links=LINKS[chip.name],
+            links=links or LINKS[chip.name],
             platform="tpu" if target.is_tpu else "gpu",
+            chip=chip,
+            attention=ATTENTION * chip.flops,
+        )
+
+    def scaled(self, products: float = 1.0, links: float = 1.0) -> Self:
+        """The machine with other speeds of products, attention among them, and of links."""
+        inside, across = self.links.inside, self.links.across
+        return replace(
+            self,
+            flops=self.flops * products,
+            attention=self.attention * products,
+            links=Links(
+                replace(inside, bytes_per_s=inside.bytes_per_s * links),
+                replace(across, bytes_per_s=across.bytes_per_s * links),
+            ),
         )
 
     @property
@@ -154,13 +192,20 @@ class StatedMachine:
         inside = self.links.inside
         across = self.links.across
         found = [
-            Figure("TFLOP/s in products", self.flops / 1e12, lambda factor: replace(self, flops=self.flops * factor)),
+            Figure("TFLOP/s in products", self.flops / 1e12, self.scaled),
             Figure(
                 f"GB/s inside a {'slice' if inside.torus else 'host'}",
                 inside.bytes_per_s / 1e9,
                 lambda factor: self._with(inside=replace(inside, bytes_per_s=inside.bytes_per_s * factor)),
             ),
         ]
+        chip = self.chip
+        if chip is not None:
+
+            def with_memory(factor: float) -> StatedMachine:
+                return replace(self, chip=replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s * factor))
+
+            found.append(Figure("GB/s of memory", MEMORY * chip.memory_bytes_per_s / 1e9, with_memory))
         if self.per_host < self.num_devices:
             found.append(
                 Figure(
@@ -174,12 +219,39 @@ class StatedMachine:
     def _with(self, **links: Link) -> StatedMachine:
         return replace(self, links=replace(self.links, **links))
 
-    def product_s(self, flops: float) -> float:
-        return flops / self.flops
+    def product_s(self, one: ProductSizes) -> float:
+        """Seconds of a product: of the tiles that the cores compute at once, or to read and write it if that is longer.
+
+        Attention's kernels have another rate, and compute the diagonal's tiles whole.
+        """
+        chip = self.chip
+        if chip is None:
+            return one.num_flops / self.flops
+        memory_s = one.num_bytes / (MEMORY * chip.memory_bytes_per_s)
+        if one.is_attention:
+            whole = 1 + BLOCK / max(one.columns, BLOCK)
+            return max(one.num_flops * whole / self.attention, memory_s) + self.launch_s
+        narrow = chip.flops8 / chip.flops if one.width == 1 and chip.flops8 else 1.0
+        wide = 0.5 if one.width > 2 and not self.is_tpu else 1.0  # TF32 on GPUs
+        products_s = one.num_flops / (self.flops * narrow * wide * filled(one, chip))
+        return max(products_s, memory_s) + self.launch_s
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.platform == "tpu"
+
+    @property
+    def launch_s(self) -> float:
+        """Between two operations; a TPU's program is one."""
+        if self.launched_s is not None:
+            return self.launched_s
+        return 0.0 if self.is_tpu or self.chip is None else LAUNCH_S
 
     def touch_s(self, one: Touch) -> float:
-        """Zero: a chip's kernels fuse operations, such as attention's, whose arrays the trace has in memory."""
-        return 0.0
+        """Seconds to read and write the arrays of an operation, whose functions a chip computes meanwhile."""
+        if self.chip is None or not one.num_bytes:
+            return 0.0
+        return one.num_bytes / (MEMORY * self.chip.memory_bytes_per_s) + self.launch_s
 
     def new_memory_s(self, num_bytes: float) -> float:
         """Zero: a chip's allocator keeps the memory of the last step."""
@@ -214,6 +286,37 @@ class StatedMachine:
         else:
             moving = sent / min(together * across.bytes_per_s, inside_bytes_per_s)
         return float(one.times) * (messages * link.latency_s + moving)
+
+
+@cache
+def filled(one: ProductSizes, chip: Chip) -> float:
+    """The part of the tiles that a product's operations fill, at the best tile and number of parts of its sums.
+
+    A core computes a tile at a time, also where the matrix ends inside it (tile quantization), and all cores wait for
+    the last tiles (wave quantization). Where there are few tiles, cores share the sums of one.
+    Source: docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
+
+    >>> from meshpar.mesh.hardware import CHIPS
+    >>> h100 = next(chip for chip in CHIPS if chip.name == "H100 SXM")
+    >>> def square(n):
+    ...     return ProductSizes("dot_general", 2 * n**3, 1, n, n, n, 2)
+    >>> round(filled(square(8192), h100), 3), round(filled(square(1000), h100), 3)
+    (0.97, 0.82)
+    """
+    if one.rows * one.columns * one.terms == 1:
+        return 1.0
+    best = 0.0
+    rows, columns = chip.tile
+    tiles = {(rows, columns), (columns, rows), (columns, columns)}
+    for height, width in tiles:
+        tall, wide = math.ceil(one.rows / height), math.ceil(one.columns / width)
+        inside = one.rows * one.columns / (tall * height * wide * width)
+        for parts in (1, 2, 4, 8):
+            each = one.terms / parts
+            num = one.batch * tall * wide * parts
+            waves = math.ceil(num / chip.cores)
+            best = max(best, inside * num / (waves * chip.cores) * each / (each + PROLOGUE))
+    return best
 
 
 @cache

@@ -12,6 +12,7 @@ import pydantic
 
 from meshpar.config import Config, Positive, load
 from meshpar.cost.flat import EXPENSIVE
+from meshpar.cost.flops import ProductSizes
 from meshpar.cost.touched import TRANSPOSE, Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError, Problems
@@ -109,9 +110,9 @@ class MeasuredMachine(Config):
     def _changed(self, **values: Any) -> MeasuredMachine:
         return MeasuredMachine.model_validate(dict(self) | values)
 
-    def product_s(self, flops: float) -> float:
-        """Seconds of a matrix product with so many operations, on every device at once."""
-        return interpolated(self.products, flops)
+    def product_s(self, one: ProductSizes) -> float:
+        """Seconds of a matrix product, on every device at once: by its operations."""
+        return interpolated(self.products, one.num_flops)
 
     def touch_s(self, one: Touch) -> float:
         """Seconds of an operation beside products and collectives, on every device at once."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshpar.cost.flops import ProductSizes
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Collective
 from meshpar.errors import MeshError
@@ -91,9 +92,9 @@ class MixedMachine:
 
         return [of(index, figure) for index, kind in enumerate(self.kinds) for figure in kind.figures]
 
-    def product_s(self, flops: float) -> float:
-        """Seconds of a matrix product with so many operations, on the slowest device."""
-        return max(kind.product_s(flops) for kind in self.kinds)
+    def product_s(self, one: ProductSizes) -> float:
+        """Seconds of a matrix product, on the slowest device."""
+        return max(kind.product_s(one) for kind in self.kinds)
 
     def touch_s(self, one: Touch) -> float:
         """Seconds of an operation beside products and collectives, on the slowest device."""

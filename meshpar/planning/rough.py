@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
+from meshpar.cost.flops import ProductSizes
 from meshpar.cost.touched import Touch
 from meshpar.cost.traced import Axes, Collective
 from meshpar.models.contract import LayerStack
@@ -36,6 +37,10 @@ SCALARS = 3
 """Sums of all devices in a step: the loss, the tokens, and the norm of the gradients."""
 PERMUTES = 2
 """Permutes for a message where more than two stages send: a tick's permute carries the messages of some stages."""
+CHUNK = 256
+"""Rows of a product that a device computes at least."""
+_LAYERS = 1
+"""The number of the loop over layers, or over the ticks of a pipeline: its collectives hide behind its products."""
 WORTH_A_CUT = 0.99
 """A cut that is not the default has a slowest stage of at most this share of the default's."""
 SIMULATED = 4
@@ -65,10 +70,15 @@ class Divided:
     Args:
       sent: the collectives over the axis.
       computes: operations of both devices over those of one device. Attention in smaller blocks computes fewer scores.
+      touched: bytes that both devices read and write over those of one device. Where rows are shared, attention is no
+        kernel that keeps its scores on the chip.
+      products: the products of a device, where they are others than those of one device alone.
     """
 
     sent: Sequence[Collective] = ()
     computes: float = 1.0
+    touched: float = 1.0
+    products: Operations | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +156,10 @@ class Probes:
         activations = list(self._activations(layout))
         beside = [one for one in activations if one.kind == "collective_permute"]
         waits = [one for one in activations if one.kind != "collective_permute"]
-        computes = _shared(self.steps[layout.remat].computes, shares, layout.num_microbatches)
+        computes = _shared(self._alone(layout), shares, layout.num_microbatches)
         for axis in ACTIVATION_AXES:
-            computes = _scaled(computes, self._probe(axis).computes) if layout.size(axis) > 1 else computes
+            if layout.size(axis) > 1:
+                computes = _scaled_apart(computes, self._probe(axis).computes, self._probe(axis).touched)
         stages = None
         if layout.schedule:
             schedule, cut = self._cut(layout)
@@ -166,8 +177,15 @@ class Probes:
             step_bytes=self.step_bytes(layout),
             stages=stages,
             dcn=layout.dcn,
+            in_loops={0: 0.0, _LAYERS: 1.0},
         )
         return work if layout.overlap == "none" else work.overlapping()
+
+    def _alone(self, layout: Layout) -> Operations:
+        """The operations of one device that would have the whole batch, as devices that share rows compute them."""
+        alone = self.steps[layout.remat].computes
+        shared = self._probe("context").products if layout.size("context") > 1 else None
+        return _as_shared(alone, shared) if shared else alone
 
     def best(self, layout: Layout, machine: Machine, overlaps: Sequence[Overlap]) -> tuple[Layout, Estimate]:
         """The fastest variant of the layout, see `variants` and `balanced`, and the rough estimate of it."""
@@ -261,8 +279,10 @@ class Probes:
             again = layout.sharding == "fsdp"  # in each microbatch, and of layers in the backward too
             passes = layout.num_microbatches if again else 1
             parts = num_arrays * (each if _gathers_by_layer(layout) else 1)
-            yield _parts("all_gather", ("fsdp",), gathered, fsdp, passes * (2 if again and num_layers else 1), parts)
-            yield _parts("reduce_scatter", ("fsdp",), summed, fsdp, passes, num_arrays * each)
+            times = passes * (2 if again and num_layers else 1)
+            loop = _LAYERS if num_layers and _gathers_by_layer(layout) else 0
+            yield _parts("all_gather", ("fsdp",), gathered, fsdp, times, parts, loop)
+            yield _parts("reduce_scatter", ("fsdp",), summed, fsdp, passes, num_arrays * each, loop)
         axes = tuple(axis for axis in layout.mesh if axis in copied)
         if axes and num_arrays:
             yield _parts("all_reduce", axes, summed // fsdp, math.prod(map(layout.size, axes)), 1, num_arrays)
@@ -280,7 +300,7 @@ class Probes:
         permutes = 1 if size == 2 else PERMUTES
         times = Fraction(2 * layout.num_microbatches * schedule.chunks_per_stage * permutes)
         senders = Fraction(sent, virtual * permutes)
-        yield Collective("collective_permute", ("pipe",), full_bytes, size, times, senders)
+        yield Collective("collective_permute", ("pipe",), full_bytes, size, times, senders, _LAYERS)
 
     def _activations(self, layout: Layout) -> Iterator[Collective]:
         """The probes' collectives, for this layout's tokens and sizes."""
@@ -300,7 +320,7 @@ class Probes:
                     kind, whole, times = "all_gather", 2 * whole, times * ROTATING
                 elif kind == "collective_permute":
                     whole, times = whole * 2 / size, times * (1 + ROTATING * (size - 2))
-                yield Collective(kind, one.axes, round(whole), size, Fraction(times))
+                yield Collective(kind, one.axes, round(whole), size, Fraction(times), loop=_LAYERS)
 
 
 def _gathers_by_layer(layout: Layout) -> bool:
@@ -308,9 +328,9 @@ def _gathers_by_layer(layout: Layout) -> bool:
     return layout.sharding == "fsdp" or (layout.sharding == "zero2" and layout.num_microbatches == 1)
 
 
-def _parts(kind: str, axes: Axes, full_bytes: int, size: int, times: int, count: int) -> Collective:
+def _parts(kind: str, axes: Axes, full_bytes: int, size: int, times: int, count: int, loop: int = 0) -> Collective:
     """A collective of this many equal parts of a buffer."""
-    return Collective(kind, axes, full_bytes // count, size, Fraction(times * count))
+    return Collective(kind, axes, full_bytes // count, size, Fraction(times * count), loop=loop)
 
 
 @cache
@@ -366,12 +386,27 @@ def _scaled(computes: Operations, share: float) -> Operations:
 
 
 @cache
+def _scaled_apart(computes: Operations, products: float, touched: float) -> Operations:
+    return Operations((computes * products).products, (computes * touched).touched)
+
+
+@cache
+def _as_shared(alone: Operations, shared: Operations) -> Operations:
+    """As many operations as one device has alone, in products of the sizes that devices have which share rows."""
+    return Operations((shared * (alone.flops / shared.flops)).products, alone.touched)
+
+
+@cache
 def _shared(alone: Operations, shares: int, passes: int) -> Operations:
-    """A device's share of the operations of one device: smaller ones, once for each microbatch."""
+    """A device's share of the operations of one device: smaller ones, once for each microbatch.
+
+    What one device computes in chunks, as the loss, others compute in fewer chunks of that size.
+    """
     parts = shares * passes
-    products: dict[int, float] = defaultdict(float)
-    for flops, count in alone.products.items():
-        products[flops // parts] += count * passes
+    products: dict[ProductSizes, float] = defaultdict(float)
+    for product, count in alone.products.items():
+        smaller = min(parts, max(1, max(product.rows, product.columns, product.terms) * product.batch // CHUNK))
+        products[product.divided(smaller)] += count * passes * smaller / parts
     touched: dict[Touch, float] = defaultdict(float)
     for one, count in alone.touched.items():
         touched[one.divided(parts)] += count * passes

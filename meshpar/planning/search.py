@@ -232,9 +232,13 @@ def _divided(pair: Prepared | None, alone: Step) -> Divided:
     for one in pair.collectives(step):
         if carries_activations(one, pair):
             by_kind[one.kind].append(one)
-    flops = alone.computes.flops
-    share = 2 * operations(step, pair).flops / flops if flops else 1.0
-    return Divided([_merged(alike) for alike in by_kind.values()], share)
+    computes = operations(step, pair)
+    share, touched = (
+        2 * both / one if one else 1.0
+        for both, one in ((computes.flops, alone.computes.flops), (computes.num_bytes, alone.computes.num_bytes))
+    )
+    products = computes * 2 if "context" in pair.mesh.shape and pair.mesh.shape["context"] > 1 else None
+    return Divided([_merged(alike) for alike in by_kind.values()], share, touched, products)
 
 
 def _merged(alike: Sequence[Collective]) -> Collective:

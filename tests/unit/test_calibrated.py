@@ -12,6 +12,7 @@ import pytest
 import meshpar
 from meshpar.config import to_yaml
 from meshpar.cost.flat import EXPENSIVE
+from meshpar.cost.flops import ProductSizes
 from meshpar.cost.touched import TRANSPOSE, Touch, functions_outside, touched_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import ConfigError
@@ -145,15 +146,17 @@ def test_no_core_of_simulated_devices_is_idle_and_nothing_is_hidden():
     mesh = MeshLayout(data=2, pipe=2).abstract()
     beside = [Collective("all_reduce", ("data",), 1000, 2)]
     stages = Stages((1, 1), 1, Operations({}, {}), 1)  # two equal ones
-    work = Work(mesh, Operations({1000: 1.0}, {Touch(1000): 1.0}), beside, [], 1.5, 0, 0, stages=stages)
+    work = Work(
+        mesh, Operations({ProductSizes("", 1000): 1.0}, {Touch(1000): 1.0}), beside, [], 1.5, 0, 0, stages=stages
+    )
     shared = work.on(machine())
-    terms = {"products": 1e-4, "other operations": 1e-5, "new memory": 1e-6, "weights and gradients": 1e-3}
+    terms = {"products": 1e-4, "other operations": 1e-5, "new memory": 1e-6, "exposed over data": 1e-3}
     assert shared.terms == pytest.approx(terms)
     apart = work.on(machine(platform="gpu", shares_cores=False))
-    assert apart.terms["weights and gradients"] == pytest.approx(1e-3 - 1.1e-4)
+    assert apart.terms["exposed over data"] == pytest.approx(1e-3 - 1.1e-4)
     assert apart.terms["bubble"] == pytest.approx(0.5 * 1e-3)
     on_cores = work.on(machine(shares_cores=False))  # each core copies what its device sends
-    assert on_cores.terms["weights and gradients"] == pytest.approx(1e-3)
+    assert on_cores.terms["exposed over data"] == pytest.approx(1e-3)
     assert on_cores.terms["bubble"] == pytest.approx(0.5 * (1.1e-4 + 1e-3))
 
 
@@ -202,7 +205,15 @@ def test_calibrate_does_not_overwrite_a_file(command, tmp_path):
 
 def candidate(flops, sent, held, machine=STATED):
     layout = Layout((("data", 2),), num_microbatches=flops + sent + held)  # any: layouts only have to differ
-    work = Work(MESH, Operations({flops: 1.0}, {}), [Collective("all_reduce", ("data",), sent, 2)], [], 1.0, 0, held)
+    work = Work(
+        MESH,
+        Operations({ProductSizes("", flops): 1.0}, {}),
+        [Collective("all_reduce", ("data",), sent, 2)],
+        [],
+        1.0,
+        0,
+        held,
+    )
     return Candidate(layout, work, work.on(machine))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import meshpar
+from meshpar.cost.flops import ProductSizes
 from meshpar.errors import MeshError
 from meshpar.mesh import targets
 from meshpar.mesh.hardware import Link, Links
@@ -73,7 +74,7 @@ def estimated_over_simulated(kind, shares, num_microbatches):
     equal = timeline(schedule, num_stages, recomputes=False)
     work = Work(
         mesh=MeshLayout(pipe=num_stages).abstract(),
-        computes=Operations({1: FLOPS}, {}),
+        computes=Operations({ProductSizes("", 1): FLOPS}, {}),
         beside=(),
         waits=(),
         idle=equal.makespan / equal.work,
@@ -203,7 +204,8 @@ def test_a_step_on_different_chips_takes_longer_than_on_the_fast_ones_and_less_t
 
 def test_without_stages_the_slowest_chip_decides():
     mixed = MixedMachine.of("h100:1x4+a100:1x4")
-    assert mixed.product_s(1e12) == StatedMachine.of(targets.parse("a100:1x4")).product_s(1e12)
+    one = ProductSizes("dot_general", 10**12)
+    assert mixed.product_s(one) == StatedMachine.of(targets.parse("a100:1x4")).product_s(one)
     mesh = MeshLayout(data=2, pipe=4).abstract()
     assert {stage.text for stage in mixed.stages(mesh)} == {mixed.text}, "hosts in the order of the axes"
     assert [stage.text for stage in mixed.stages(mesh, (("pipe", 2),))] == ["h100:1x4"] * 2 + ["a100:1x4"] * 2
