@@ -13,6 +13,7 @@ from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.strategies import Overlap
+from meshpar.planning.layers import layers_of
 from meshpar.planning.machine import Machine
 from meshpar.planning.space import OVERLAPS, Layout, layouts
 
@@ -44,7 +45,7 @@ def constrained(run: Run, machine: Machine, fix: list[str]) -> tuple[list[Layout
     if overlap not in (None, *get_args(Overlap)):
         problems.add(f"--fix {OVERLAP}={overlap}", "not an overlap", ", ".join(get_args(Overlap)))
     problems.raise_any(ConfigError, "the constraints do not fit each other:")
-    every = [*layouts(run, machine.num_devices, machine.per_host)]
+    every = [*layouts(run, machine.num_devices, machine.per_host, layers_of(run, machine.platform))]
     if overlap:
         every = [replace(layout, overlap=overlap) if layout.can_overlap else layout for layout in every]
     met = [_met(layout, wanted) for layout in every]

@@ -18,7 +18,9 @@ from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.parallel.strategies import Overlap
 from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, stages_of, work_of
+from meshpar.planning.layers import layers_of
 from meshpar.planning.machine import Machine
+from meshpar.planning.promising import narrowed
 from meshpar.planning.rough import ACTIVATION_AXES, Divided, Ends, Probes, Step
 from meshpar.planning.space import OVERLAPS, Layout, placements
 
@@ -82,6 +84,16 @@ def search(
         if not everything:
             known = " and ".join(sorted(KNOWN_UNDER_GSPMD))
             raise ConfigError(f"GSPMD decides what this run sends: only layouts over {known} can be planned")
+    num_layouts = len(everything)
+    if probes.divided is not None:
+        refused_axes = {*ACTIVATION_AXES} - probes.divided.keys()
+        everything = [layout for layout in everything if refused_axes.isdisjoint(layout.mesh)]
+        if not everything:
+            names = ", ".join(sorted(refused_axes))
+            raise ConfigError(
+                f"this run is refused in layouts over {names}; `meshpar explain` of such a layout says why"
+            )
+        everything = narrowed(everything, probes, machine, at_most)
     held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
     fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
     rough = dict(probes.best(layout, machine, overlaps) for layout in fitting)
@@ -123,7 +135,7 @@ def search(
     too_big = [one for one in traced.values() if one.estimate.total_bytes > at_most]
     ranked.sort(key=lambda one: one.estimate.order)
     too_big.sort(key=lambda one: one.estimate.total_bytes)
-    return Found(ranked, too_big, rough, len(everything))
+    return Found(ranked, too_big, rough, num_layouts)
 
 
 def _cuts(run: Run, layout: Layout, machine: Machine, probes: Probes, at_most: float) -> list[Candidate]:
@@ -194,14 +206,15 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     elements = states.parameters // widths.params
     params = jax.tree.leaves(first.placement.params)
     stacks = [one.local_bytes for one in params if "layers" in one.spec.dims]
-    stack = run.model.layer_stack()
+    stack = layers_of(run, platform)
     summed = elements * widths.sums
     steps = {remat: _step(one, tokens, summed) for remat, one in alone.items() if one}
     divided = None
     if first.countable_step is not None:
         remat, alone_step = next(iter(steps.items()))
         pairs = {axis: Layout(((axis, 2),), remat=remat) for axis in ACTIVATION_AXES if axis in axes}
-        divided = {axis: _divided(_prepared(run, pair, platform), alone_step) for axis, pair in pairs.items()}
+        traced = {axis: _prepared(run, pair, platform) for axis, pair in pairs.items()}
+        divided = {axis: _divided(pair, alone_step) for axis, pair in traced.items() if pair}
     return Probes(
         tokens, steps, divided,
         states.parameters, elements * widths.compute, summed, states.optimizer, sum(stacks) / states.parameters,
@@ -212,8 +225,8 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
 
 def _ends(run: Run, tokens: int, platform: str) -> Ends:
     """The probe of a pipeline, by a trace on two stages; nothing if the run does not fit them."""
-    stack = run.model.layer_stack()
-    padded_to = 2 if stack and stack.stacked_layers % 2 else 0
+    stack = layers_of(run, platform)
+    padded_to = 2 if stack and stack.stacked_layers % 2 and run.model.has_own_layers else 0
     pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
     step = pair.countable_step if pair else None
     stages = stages_of(operations(step, pair), step, pair) if pair and step else None

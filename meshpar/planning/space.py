@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
+from meshpar.models.contract import LayerStack
 from meshpar.parallel.strategies import Overlap
 from meshpar.planning.machine import Machine, Sizes, hosts
 
@@ -164,15 +165,16 @@ def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
     return MeshLayout.model_validate(dict(sizes)).abstract()
 
 
-def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
+def layouts(run: Run, num_devices: int, per_host: int, stack: LayerStack | None = None) -> Iterator[Layout]:
     """Every layout whose sizes divide the batch, the rows and the layers; `prepare` refuses those that do not fit.
 
     A tensor axis stays inside a host, where its activations travel fast.
 
     Args:
       per_host: devices that the fast network joins.
+      stack: the layers that a pipeline divides. Default: those that the model states.
     """
-    stack = run.model.layer_stack()
+    stack = stack or run.model.layer_stack() or None
     has_experts = getattr(run.model, "experts", None) is not None
     for sizes in _divided(num_devices, ("data", "fsdp", "pipe", "expert", "context", "tensor")):
         large = tuple((axis, size) for axis, size in sizes.items() if size > 1)
@@ -186,7 +188,7 @@ def layouts(run: Run, num_devices: int, per_host: int) -> Iterator[Layout]:
         if sizes["pipe"] > 1:
             if not stack or stack.num_layers < sizes["pipe"]:
                 continue
-            padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] else 0
+            padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] and run.model.has_own_layers else 0
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
             if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:
