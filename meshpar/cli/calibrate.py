@@ -18,9 +18,10 @@ def calibrate(
     devices: Annotated[int, typer.Option(min=1, max=256, help="Number of CPU devices to simulate.")] = 8,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.")] = False,
 ) -> None:
-    """Measures the CPUs of this machine, so that `meshpar plan --target FILE` plans for it.
+    """Measures this machine, so that `meshpar plan --target FILE` plans for it.
 
-    Products, elementwise operations and every kind of collective are timed by size, on all devices at once.
+    Of CPUs, products, elementwise operations and every kind of collective are timed by size, on all devices at once. Of
+    accelerators, products by shape, attention, memory, launches and the links between them.
     """
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{out}: give the file the suffix .yaml")
@@ -31,6 +32,16 @@ def calibrate(
     from meshpar.mesh import process
 
     process.simulate(devices)
+    import jax
+
+    if jax.default_backend() != "cpu":
+        from meshpar.planning.calibrate_chip import calibrate_chip
+
+        with busy("measuring", quiet=True):
+            chip = calibrate_chip()
+        write("FILE", out, chip.yaml())
+        typer.echo("\n".join([f"{chip.text}: {out}", *chip.lines[1:]]))
+        return
     from meshpar.planning.calibrate import calibrate as measure
 
     with busy("measuring", quiet=True):

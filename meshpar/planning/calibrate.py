@@ -86,10 +86,7 @@ def calibrate(
     devices = jax.devices()
     platform: Any = devices[0].platform
     if platform != "cpu":
-        raise ConfigError(
-            f"calibrate measures CPUs: its products of float32 are too small for a {devices[0].device_kind}; "
-            "plan with the figures of its data sheet, as in --target h100:1x8"
-        )
+        raise ConfigError(f"these programs are too small for a {devices[0].device_kind}: use calibrate_chip")
     sums = {(2.0 * size, n): _streaming(size // 4, count=n) for size in sizes for n in (1, _several(size))}
     elementwise, loop_s = _differences(sums, num_rounds)
     chains = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from meshpar.config import to_yaml
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, as_run
 from meshpar.mesh import targets
-from meshpar.planning import measured
+from meshpar.planning import machine_file, measured
 from meshpar.planning.alternatives import FARTHEST, Alternative, alternatives
 from meshpar.planning.compiled import Compiled, compiled, table_of
 from meshpar.planning.constraints import constrained
@@ -200,7 +201,9 @@ def _collecting_rarely() -> Iterator[None]:
 
 def _machine(target: str) -> Machine:
     if Path(target).suffix in (".yaml", ".yml"):
-        return measured.read(Path(target))
+        path = Path(target)
+        is_figures = path.is_file() and re.search(r"^chip:", path.read_text(encoding="utf-8", errors="replace"), re.M)
+        return machine_file.read(path) if is_figures else measured.read(path)
     if "+" in target:
         return MixedMachine.of(target)
     return StatedMachine.of(targets.parse(target))

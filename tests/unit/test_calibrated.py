@@ -284,5 +284,5 @@ def test_the_best_layouts_are_compiled_and_dropped_if_they_do_not_fit(tmp_path):
 def test_a_gpu_is_not_measured_with_programs_for_cpus(monkeypatch):
     """On an H100 they were so small that a step was planned to take 17 times as long as it took."""
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")])
-    with pytest.raises(ConfigError, match="too small for a NVIDIA H100; plan with the figures of its data sheet"):
+    with pytest.raises(ConfigError, match="too small for a NVIDIA H100: use calibrate_chip"):
         calibrating.calibrate()
