@@ -7,18 +7,22 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Overrides, app, check_file, echo, origin, write
+from meshpar.cli.app import AsJson, Overrides, app, check_file, echo, origin, write
 from meshpar.errors import ConfigError
 from meshpar.progress import busy
 
 
 @app.command()
 def plan(
-    config: ConfigFile,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)] = None,
     target: Annotated[
-        str,
-        typer.Option(metavar="MACHINE", help="v5e:4x4, h100:4x8, h100:4x8+a100:4x8, or a file of `meshpar calibrate`."),
-    ],
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="v5e:4x4, h100:4x8, h100:4x8+a100:4x8, or a file of a machine.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Overrides = None,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A part of the layout that is given: mesh.tensor=8.")
@@ -39,6 +43,15 @@ def plan(
         bool, typer.Option("--compile", help="Compile the best five for MACHINE, and drop those that do not fit.")
     ] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the plan as a web page.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(metavar="NUMBER", min=1, help="Say the device-hours of so many tokens: 15e12.")
+    ] = None,
+    price: Annotated[
+        str | None, typer.Option(metavar="PRICE", help="Money for an hour of a device: '2.50 USD'. Needs --tokens.")
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Predict what others measured and published, in place of a plan.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Finds the layout of CONFIG on a machine that is fastest and fits, and says why the others lose.
@@ -46,7 +59,24 @@ def plan(
     It considers the sizes of all axes, ZeRO's stages, schedules of pipelines and the hosts of their stages,
     microbatches, remat and overlap. The estimates are made from traced steps: without --compile nothing is compiled,
     nothing is run, and no devices are needed.
+
+    --published compares the estimates with measurements of others instead, row by row; it takes two minutes.
     """
+    if published:
+        others = [config, target, overrides, fix, at_most, global_batch, out, pareto, compile_, html, tokens, price]
+        if any(others):
+            raise ConfigError("--published takes no config and no other option but --json: its rows have their own")
+        from meshpar.planning.published import compare
+
+        with busy("tracing published layouts", quiet=True):
+            compared = compare()
+        echo(compared, json)
+        return
+    if config is None or target is None:
+        missing = " and ".join(
+            name for name, value in {"CONFIG": config, "--target MACHINE": target}.items() if value is None
+        )
+        raise ConfigError(f"plan needs {missing}, as in meshpar plan configs/quickstart.yaml --target h100:1x8")
     from meshpar.experiment.config import load
     from meshpar.mesh import process
     from meshpar.planning.measured import MeasuredMachine
@@ -63,7 +93,7 @@ def plan(
         given = [*given, f"data.batch_size={global_batch}"]
     loaded = load(config, given)
     with busy("tracing layouts", quiet=True):
-        found = find(loaded, target, fix=fix or (), at_most=at_most, pareto=pareto)
+        found = find(loaded, target, fix=fix or (), at_most=at_most, pareto=pareto, tokens=tokens, price=price)
     if compile_:
         if isinstance(found.machine, MeasuredMachine):
             process.simulate(found.machine.num_devices)

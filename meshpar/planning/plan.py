@@ -24,6 +24,8 @@ from meshpar.planning.constraints import constrained
 from meshpar.planning.machine import Machine, StatedMachine
 from meshpar.planning.mixed import MixedMachine
 from meshpar.planning.search import Candidate, Found, pareto, search
+from meshpar.planning.worth import Price, costs, sensitivity, uncertainty
+from meshpar.train.rows.config import RowData
 from meshpar.tree import human_bytes, human_time, parse_bytes
 
 COMPILED = 5
@@ -40,6 +42,8 @@ class Plan:
       at_most: bytes that a device may hold.
       compiled: the best layouts, compiled for the machine.
       is_pareto: whether only layouts are ranked that no other beats in both time and memory.
+      num_tokens: of which the cost is said.
+      price: of a device and hour.
     """
 
     run: Run
@@ -48,6 +52,8 @@ class Plan:
     at_most: int
     compiled: Sequence[Compiled] = ()
     is_pareto: bool = False
+    num_tokens: float | None = None
+    price: Price | None = None
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -87,6 +93,8 @@ class Plan:
             "at_most_bytes": self.at_most,
             "ranked": [_plain(one) for one in self.ranked],
             "too_big": [_plain(one) for one in self.found.too_big],
+            "helps": list(self.helps),
+            "costs": list(self.costs),
             "alternatives": [{"with": one.figure, "layout": one.layout.changes} for one in self.alternatives],
             "compiled": [one.as_json() for one in self.compiled],
         }
@@ -134,11 +142,31 @@ class Plan:
             holds = human_bytes(least.estimate.total_bytes)
             lines.append(f"{count} of the traced hold more than {human_bytes(self.at_most)}; the smallest {holds}:")
             lines.append(f"  {least.layout}")
+        if helps := self.helps:
+            lines += ["", "how much faster a step would be with:", *(f"  {one}" for one in helps)]
         lines += ["", "what would change the answer, of the traced layouts:"]
         lines += [f"  {one}" for one in self.alternatives] or [f"  no figure of the machine, up to {FARTHEST:g} times"]
+        lines += ["", *self.costs] if self.costs else []
         if self.compiled:
             lines += ["", table_of(self.compiled)]
         return "\n".join(lines)
+
+    @cached_property
+    def helps(self) -> Sequence[str]:
+        """How much faster a step would be with twice of a figure of the machine, the most first."""
+        return sensitivity(self.ranked[0], [*self.found.ranked, *self.found.too_big], self.machine, self.at_most)
+
+    @cached_property
+    def costs(self) -> Sequence[str]:
+        """What a step processes, what the tokens cost, and how sure that is."""
+        best = self.ranked[0]
+        data: Any = self.run.data
+        step_tokens = data.batch_size * data.seq_len
+        speed = step_tokens / best.estimate.total_s / self.machine.num_devices
+        lines = [f"{speed:,.0f} {'tokens' if _has_tokens(self.run) else 'rows'} a second and device"]
+        if self.num_tokens:
+            lines.append(costs(best, self.machine, step_tokens, self.num_tokens, self.price))
+        return [*lines, *filter(None, [uncertainty(self.machine)])]
 
 
 def plan(
@@ -148,6 +176,8 @@ def plan(
     fix: Iterable[str] = (),
     at_most: str | int | None = None,
     pareto: bool = False,
+    tokens: float | None = None,
+    price: str | None = None,
 ) -> Plan:
     """Finds the fastest layouts of a run on a machine, by estimates from traced steps. Nothing is compiled or run.
 
@@ -162,6 +192,8 @@ def plan(
         `parallel.pipeline.kind=1f1b`, `parallel.tensor.overlap=none`, `model.remat=full`.
       at_most: bytes that a device may hold, such as `60GiB`. Default: 94 % of its memory.
       pareto: rank only layouts that no other beats in both time and memory.
+      tokens: a number of tokens, of which the device-hours are said.
+      price: money for an hour of a device, such as `2.50 USD`, of which the costs are said.
 
     Raises:
       ConfigError: no layout fits, with the closest; or `fix` contradicts itself, the machine or the run.
@@ -178,6 +210,13 @@ def plan(
       4
     """
     run = as_run(run)
+    if tokens is not None and tokens <= 0:
+        raise ConfigError(f"tokens={tokens:g}: costs are those of a positive number of tokens, as in tokens=15e12")
+    if tokens is not None and not _has_tokens(run):
+        raise ConfigError(f"tokens={tokens:g}: the rows of this run's data have no tokens; leave it out")
+    priced = Price.parse(price) if price is not None else None
+    if priced and not tokens:
+        raise ConfigError(f"--price {price}: of how many tokens? Give --tokens, as in --tokens 15e12")
     machine = _machine(target)
     limit = _limit(machine, at_most)
     with _collecting_rarely():
@@ -185,7 +224,7 @@ def plan(
         found = search(run, machine, limit, choices, pareto, overlaps)
     if not found.ranked:
         raise ConfigError(_nothing_fits(machine, found, limit))
-    return Plan(run, machine, found, limit, is_pareto=pareto)
+    return Plan(run, machine, found, limit, is_pareto=pareto, num_tokens=tokens, price=priced)
 
 
 @contextmanager
@@ -197,6 +236,10 @@ def _collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
+
+
+def _has_tokens(run: Run) -> bool:
+    return not isinstance(run.data, RowData)
 
 
 def _machine(target: str) -> Machine:

@@ -1,0 +1,111 @@
+"""The planner's predictions beside what others measured and published (docs/published.yaml)."""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from meshpar.planning import published as publishing
+from meshpar.planning.published import Comparison, Factors, compare, fitted, read, spread
+
+TOLD = 0.05
+"""From this difference on, the ranks of two rows of a source must be right."""
+AHEAD = {
+    # Attention over 4 and 8 devices that share rows took 1.6 times what as many operations take in one device's rows,
+    # and over 2 devices not: nothing in the model says so.
+    "8B on 8, context 4": 0.37,
+    "8B on 8, context 8": 0.43,
+    "405B on 512, context 8": 0.36,
+}
+"""Rows whose tokens a second are predicted too high -> the largest error."""
+
+
+@cache
+def whole() -> Comparison:
+    return compare()
+
+
+def test_every_row_of_the_table_is_there():
+    rows = {source.name.split(",")[0]: len(source.rows) for source in read().sources}
+    assert rows == {"torchtitan": 14, "BLOOM": 1, "Megatron-LM": 2, "Llama 3": 3, "meshpar on one H100": 1}
+
+
+def test_a_step_on_one_gpu_is_predicted_without_any_factor():
+    """1.2 billion parameters on one H100, measured in 285 ms: 185 ms before other operations counted."""
+    file = read()
+    source = next(one for one in file.sources if one.name.startswith("meshpar"))
+    row = publishing.measured(file, source, source.rows[0])
+    assert row.published_s == pytest.approx(0.2854, rel=0.001)
+    assert row.error(Factors()) == pytest.approx(0.0, abs=0.1)
+    assert row.error(fitted([row])) == pytest.approx(0.0, abs=0.01)
+    assert row.predicted_s(Factors(products=2.0)) < row.predicted_s(Factors()), "the control: a factor acts"
+    assert spread("x", {"a": -0.1, "b": 0.3, "c": 0.2}) == "x: median error 20%, largest 30% (b)"
+
+
+def test_an_llama_on_eight_gpus_is_no_faster_than_published():
+    """The ratio of fp8 to bf16 was published as 1.28. Products at 70 % of the peak alone would say 10,660 tokens/s."""
+    file = read()
+    source = file.sources[0]
+    bf16, fp8 = (publishing.measured(file, source, row) for row in source.rows[:2])
+    both = fitted([bf16, fp8])
+    assert abs(bf16.error(both)) < 0.05
+    assert abs(fp8.error(both)) < 0.05
+    terms = bf16.work.on(both.on(bf16.machine)).terms
+    assert 0.05 < terms["other operations"] / sum(terms.values()) < 0.2
+    assert bf16.work.on(bf16.machine).total_s < bf16.published_s, "its GPUs have 500 of 700 W"
+
+
+@pytest.mark.slow
+def test_tokens_a_second_are_within_a_fifth_and_the_median_within_eight_per_cent():
+    for errors in (whole().errors, whole().left_out):
+        others = {name: error for name, error in errors.items() if name not in AHEAD}
+        alone = others.pop("176B on 384")  # a source of one row, which no other row can predict
+        assert abs(alone) < 0.25
+        assert max(map(abs, others.values())) < 0.2
+        assert statistics.median(map(abs, errors.values())) < 0.08
+        for name, most in AHEAD.items():
+            assert 0.2 < errors[name] < most, "mended: take it out of AHEAD"
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_source_are_right():
+    for one in whole().compared:
+        for a, b in combinations(one.rows, 2):
+            published = a.tokens / a.published_s, b.tokens / b.published_s
+            predicted = [row.tokens / row.predicted_s(one.factors) for row in (a, b)]
+            if abs(published[0] / published[1] - 1) > TOLD:
+                assert (published[0] > published[1]) == (predicted[0] > predicted[1]), (a.row.name, b.row.name)
+
+
+@pytest.mark.slow
+def test_a_plan_states_how_published_steps_compare():
+    for one in whole().compared:
+        assert one.took == pytest.approx(one.source.took, abs=0.01), one.source.name
+
+
+@pytest.mark.slow
+def test_ratios_are_within_six_per_cent():
+    off = {name: predicted / published - 1 for name, (published, predicted) in whole().of_ratios.items()}
+    known = {"collective matmul on over off": 0.1, "context 4 over 1": 0.26, "context 8 over 1": 0.32}
+    for name, error in off.items():
+        assert abs(error) < known.get(name, 0.06), (name, error)
+
+
+@pytest.mark.slow
+def test_memory_is_not_yet_that_of_others():
+    """PyTorch holds whole logits in float32 and in bfloat16; meshpar's pipelines hold what is passed in every tick."""
+    for name, error in whole().memory.items():
+        without_stages = not name.startswith("405B")
+        assert -0.4 < error < (1.0 if without_stages else 3.0), (name, error)
+
+
+def test_published_takes_no_config(command):
+    said = command("plan", "--published", "configs/quickstart.yaml")
+    assert said.code == 2
+    assert "--published takes no config" in said.err
+    said = command("plan", "--target", "h100:1x8")
+    assert said.code == 2
+    assert "plan needs CONFIG" in said.err
