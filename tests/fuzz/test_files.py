@@ -29,6 +29,7 @@ from meshpar.serve.http.bodies import ChatBody, CompletionBody, parse
 from meshpar.serve.http.errors import ApiError
 from meshpar.train.data import Arrow, Jsonl, Numpy, Parquet, TokenizerFile
 from meshpar.train.data.chat.template import ChatTemplate
+from meshpar.train.data.special_tokens import SamplingDefaults
 from tests.config.keys import PLAIN
 from tests.damage import at_most
 from tests.effect.files import write_llama
@@ -258,7 +259,7 @@ def request_case(rng: random.Random) -> str:
     content = json.dumps(body).encode("utf-8", "surrogatepass")
     if rng.random() < 0.3:
         content = damaged(rng, content)
-    parse(kind, content).sampling()
+    parse(kind, content).sampling(SamplingDefaults())
     return "read"
 
 
