@@ -8,7 +8,7 @@ import pytest
 
 from meshpar.errors import ConfigError, DataError
 from meshpar.serve.http.chat import encode_chat
-from meshpar.train.data.chat import template as templates
+from meshpar.train.data.chat import sandbox
 from meshpar.train.data.chat.template import ChatTemplate, read_template
 from meshpar.train.data.tokenizer import TokenizerFile
 from tests.damage import at_most
@@ -69,11 +69,13 @@ def test_a_template_gets_no_method_past_the_sandbox_by_a_filter():
     assert ChatTemplate(text, {"bos_token": "<s>"}).render(MESSAGES) == ""
 
 
-def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
-    monkeypatch.setattr(templates, "LONGEST_S", 0.3)
+def test_a_template_that_does_not_end_is_interrupted(tokenizer, monkeypatch):
+    monkeypatch.setattr(sandbox, "LONGEST_S", 0.3)
     forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with at_most(20), pytest.raises(ConfigError, match=r"takes longer than 0\.3 s"):
         ChatTemplate(forever, {}).render(MESSAGES)
+    with at_most(20), pytest.raises(ConfigError, match=r"takes longer than 0\.3 s"):
+        encode_chat(tokenizer, ChatTemplate(forever, {}), MESSAGES)
     assert ChatTemplate(TEMPLATE, {"bos_token": "<s>"}).render(MESSAGES).startswith("<s>user")
 
 

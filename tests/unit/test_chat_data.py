@@ -168,7 +168,10 @@ def test_tools_may_be_json_text():
 
 WRONG = [
     ({"messages": [USER]}, "has no message of the assistant to learn from: user"),
-    ({"messages": [{"role": "asistant", "content": "4"}]}, "message 1 has the unknown role 'asistant'\n    assistant?"),
+    (
+        {"messages": [{"role": "assistant1", "content": "4"}]},
+        "message 1 has the unknown role 'assistant1'\n    assistant?",
+    ),
     ({"messages": [USER, {"role": "assistant"}]}, "message 2 has neither content nor tool_calls"),
     ({"messages": "hi"}, "its 'messages' is no list of objects"),
     ({"massages": [USER]}, "rename massages to messages"),
@@ -192,9 +195,13 @@ def test_all_problems_of_a_file_are_reported_at_once(folder, tmp_path):
 TEMPLATES = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "takes longer than 0.3 s",
     "{{ messages.__class__.__mro__ }}": "unsafe",
-    "{{ 'x' * 99999999 }}": "writes more than 10000000 characters",
+    "{% set n = 20000000 %}{{ 'x' * n }}": "writes more than 10000000 characters",
     "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}": "writes more than 10000000 characters",
-    "{{ 9 ** 99 ** 9 }}": "too large a power",
+    "{% set n = 9 ** 99 %}{{ 9 ** n }}": "takes (too much memory|longer than)",
+    "{{ 'x' * 9999999999 }}": "takes too much memory",
+    "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}":
+        "takes (too much memory|longer than)",
+    "{{ 'x'.ljust(9999999999) }}": "takes too much memory",
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}":
         "does not write an answer after the prompt that asks for it: message 3 is",
     "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}":
@@ -206,9 +213,9 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_that_cannot_be_used_is_an_error(template, folder, tmp_path, monkeypatch):
-    from meshpar.train.data.chat import template as templates
+    from meshpar.train.data.chat import sandbox
 
-    monkeypatch.setattr(templates, "LONGEST_S", 0.3)
+    monkeypatch.setattr(sandbox, "LONGEST_S", 0.3)
     monkeypatch.setattr("meshpar.train.data.chat.corpus.MOST_PROBLEMS", 1)
     model = write_tokenizer(tmp_path / "model", template)
     with pytest.raises(DataError, match=TEMPLATES[template]):
