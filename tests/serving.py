@@ -116,7 +116,7 @@ def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     answers: dict[Request, list[int]] = {request: [] for request in requests}
     while not scheduler.is_idle:
         plan = scheduler.plan()
-        for request, token in scheduler.advance(plan, engine.run(plan)):
+        for request, token, _ in scheduler.advance(plan, engine.run(plan)):
             answers[request].append(token)
             if len(answers[request]) == request.max_tokens:
                 scheduler.end(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+from meshpar.serve.scores import Score
 from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 Finish = Literal["stop", "end", "length"]
@@ -21,9 +22,11 @@ class Answer:
 
     Args:
       stop: texts before which the answer ends.
-      max_tokens: largest number of tokens.
+      max_tokens: largest number of tokens; with 0 it ends when the first one is computed, and has none.
       ends: ids that end the answer. Default: those that open and close a document.
       prompt: the tokens before the answer.
+
+    `scores` are those of its tokens, `prompt_scores` those of the prompt's after the first; empty if nobody asked.
 
     Examples:
       >>> from meshpar.train.data.tokenizer import Bytes
@@ -39,6 +42,8 @@ class Answer:
         prompt: Sequence[int] = (),
     ):  # fmt: skip
         self.tokens: list[int] = []
+        self.scores: list[Score] = []
+        self.prompt_scores: list[Score] = []
         self.text = ""
         self.finish: Finish | None = None
         self._tokenizer = tokenizer
@@ -53,7 +58,9 @@ class Answer:
     def add(self, token: int) -> str:
         """Adds the next token; returns the text that can be shown now."""
         assert self.finish is None, "the answer has ended"
-        if token in self._ends:
+        if self._max_tokens == 0:
+            self.finish = "length"
+        elif token in self._ends:
             self.finish = "end"
         else:
             self.tokens.append(token)

@@ -27,11 +27,13 @@ class Piece(NamedTuple):
       row: index of the prompt.
       text: may be empty.
       finish: why the answer ends with this piece; None if it continues.
+      num_tokens: tokens of the answer up to here, if they are counted.
     """
 
     row: int
     text: str
     finish: Finish | None
+    num_tokens: int = 0
 
 
 @dataclass

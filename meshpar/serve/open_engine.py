@@ -71,7 +71,7 @@ def open_engine(
     precision = source.run.precision
     decoding = PagedDecoding(
         model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity,
-        num_drafts=num_drafts if draft or ngrams else 0,
+        num_drafts=num_drafts if draft or ngrams else 0, scores_prompts=True,
     )  # fmt: skip
     smaller = _smaller(decoding, draft, problems) if draft else None
     if cache_bytes is not None:
@@ -99,7 +99,13 @@ def _smaller(decoding: PagedDecoding, draft: Source, problems: Problems) -> Page
         what = f"it has {draft.model.max_seq_len} positions, and the longest row has {longest} tokens"
         problems.add("draft", what, f"max_len={draft.model.max_seq_len}")
     precision = draft.run.precision
-    return replace(decoding, model=draft.model, dtype=np.dtype(precision.params), cache_format=precision.cache)
+    return replace(
+        decoding,
+        model=draft.model,
+        scores_prompts=False,
+        dtype=np.dtype(precision.params),
+        cache_format=precision.cache,
+    )
 
 
 def _max_len(model: Decoder, max_len: int | None, problems: Problems) -> int:

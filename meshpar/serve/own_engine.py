@@ -14,8 +14,8 @@ from meshpar.errors import ConfigError
 from meshpar.mesh.layout import describe_sizes
 from meshpar.parallel.precision import computed_in
 from meshpar.serve.own_model import OwnDecoding
-from meshpar.serve.paged_model import GREEDY
-from meshpar.serve.sampling import RowSampling, Sampling
+from meshpar.serve.paged_model import sampling_of
+from meshpar.serve.sampling import Asked, RowSampling
 from meshpar.serve.scheduler import Chunk, Computed, Plan, Row
 from meshpar.train.program import on_host, shardings, structs
 from meshpar.tree import human_bytes
@@ -108,11 +108,9 @@ class OwnEngine:
         sharding = self.decoding.per_row().sharding
         return [jax.device_put(x, sharding) for x in arrays]
 
-    def _sampling(self, rows: Sequence[Row | None]) -> tuple[RowSampling, jax.Array]:
-        samplings: list[Sampling] = [row.request.sampling or GREEDY if row else GREEDY for row in rows]
-        each = RowSampling.of(samplings, [row.request.index if row else 0 for row in rows])
-        draws = np.array(any(how.temperature > 0 for how in samplings))
-        return jax.device_put((each, draws), shardings((self.decoding.rows(), self.decoding.draws)))
+    def _sampling(self, rows: Sequence[Row | None]) -> tuple[RowSampling, Asked]:
+        of_rows = sampling_of(rows, self.decoding.most_adjusted)
+        return jax.device_put(of_rows, shardings((self.decoding.rows(), self.decoding.asked)))
 
     def _read(self, tokens: jax.Array) -> list[int]:
         return on_host(tokens).tolist()

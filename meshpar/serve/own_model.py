@@ -22,7 +22,8 @@ from meshpar.interop.causal import Causal, decoded_by, logits_of
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.precision import computed_in
 from meshpar.partition.function import PartitionedFunction, Sharding
-from meshpar.serve.sampling import RowSampling, sample_each
+from meshpar.serve.adjust import most_adjusted
+from meshpar.serve.sampling import Asked, RowSampling, sample_each
 from meshpar.serve.scheduler import Capacity
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import UNNAMED, AxisRules
@@ -101,13 +102,17 @@ class OwnDecoding:
 
     def rows(self) -> RowSampling:
         """Structs of a `RowSampling`."""
-        fractions, numbers = self.per_row(dtype=jnp.float32), self.per_row()
-        return RowSampling(fractions, numbers, fractions, fractions, self.per_row(dtype=jnp.uint32), numbers)
+        return RowSampling.structs(self.per_row, self.most_adjusted)
+
+    @property
+    def most_adjusted(self) -> int:
+        """The most tokens that a row adjusts."""
+        return most_adjusted(self.vocab_size, self.capacity.max_len)
 
     # Programs ----------------------------------------------------------------------------------------------------
 
     def compile_recomputing(self) -> Callable[..., Any]:
-        """(params, tokens [rows, max_len], lengths [rows], rows, draws) -> int32[rows], the token after each row."""
+        """(params, tokens [rows, max_len], lengths [rows], rows, asked) -> int32[rows], the token after each row."""
 
         def last_logits(params: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
             logits = logits_of(self.model, params, tokens, self.specs)
@@ -118,17 +123,17 @@ class OwnDecoding:
         batch = self.ctx.pspec("batch")
         logits = on_shards(local, self.ctx, (pspecs(self.params), batch, batch), batch)
 
-        def following(params: Any, tokens: Any, lengths: Any, rows: RowSampling, draws: Any) -> jax.Array:
-            return self._sampled(logits(params, tokens, lengths), lengths, rows, draws)
+        def following(params: Any, tokens: Any, lengths: Any, rows: RowSampling, asked: Asked) -> jax.Array:
+            return self._sampled(logits(params, tokens, lengths), lengths, rows, asked)
 
         tokens = self.per_row(self.capacity.max_len)
-        arguments = (structs(self.params), tokens, self.per_row(), self.rows(), self.draws)
+        arguments = (structs(self.params), tokens, self.per_row(), self.rows(), self.asked)
         return compile_program(trace(following, arguments, shardings(self.per_row())))
 
     def compile_decoding(self, length: int) -> Callable[..., Any]:
         """A program that adds up to `length` tokens to the cache of each row.
 
-        (params, cache, tokens [rows, length], counts [rows], begins [rows], rows, draws) -> (int32[rows] the token
+        (params, cache, tokens [rows, length], counts [rows], begins [rows], rows, asked) -> (int32[rows] the token
         after each, the cache). A row without tokens keeps its cache; one that begins at 0 begins with an empty one.
         """
         batch, of_cache = self.ctx.pspec("batch"), pspecs(self.cache)
@@ -137,14 +142,14 @@ class OwnDecoding:
         added = on_shards(local, self.ctx, in_specs, (batch, of_cache))
 
         def decode(
-            params: Any, cache: Any, tokens: Any, counts: Any, begins: Any, rows: RowSampling, draws: Any
+            params: Any, cache: Any, tokens: Any, counts: Any, begins: Any, rows: RowSampling, asked: Asked
         ) -> Any:
             logits, cache = added(params, cache, tokens, counts, begins)
-            return self._sampled(logits, begins + counts, rows, draws), cache
+            return self._sampled(logits, begins + counts, rows, asked), cache
 
         a_row = self.per_row()
         arguments = (
-            structs(self.params), structs(self.cache), self.per_row(length), a_row, a_row, self.rows(), self.draws,
+            structs(self.params), structs(self.cache), self.per_row(length), a_row, a_row, self.rows(), self.asked,
         )  # fmt: skip
         return compile_program(trace(decode, arguments, shardings((a_row, structs(self.cache))), donate=(1,)))
 
@@ -209,7 +214,7 @@ class OwnDecoding:
 
         return computed
 
-    def _sampled(self, logits: jax.Array, positions: Any, rows: RowSampling, draws: Any) -> jax.Array:
+    def _sampled(self, logits: jax.Array, positions: Any, rows: RowSampling, asked: Asked) -> jax.Array:
         """The next token of each row; every device has the whole vocabulary of its rows."""
         rules = self.ctx.rules
         ctx = replace(
@@ -218,7 +223,7 @@ class OwnDecoding:
         batch = ctx.pspec("batch")
         in_specs = (batch, batch, jax.tree.map(lambda _: batch, self.rows()), PartitionSpec())
         return on_shards(partial(sample_each, vocab_size=self.vocab_size), ctx, in_specs, batch)(
-            logits, positions, rows, draws
+            logits, positions, rows, asked
         )
 
     @cached_property
@@ -232,8 +237,9 @@ class OwnDecoding:
         return self._logits.dtype
 
     @property
-    def draws(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
+    def asked(self) -> Asked:
+        flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
+        return Asked(flag, flag, flag)
 
     def per_row(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         sharding = jax.sharding.NamedSharding(self.ctx.mesh, self.ctx.pspec("batch"))  # pyright: ignore

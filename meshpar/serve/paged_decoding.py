@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.nn.attention.paged import PAGES_DIMS, PagedCache
+from meshpar.parallel.precision import wide
+from meshpar.serve.adjust import most_adjusted
 from meshpar.serve.decoding import Turn
 from meshpar.serve.on_mesh import ModelOnMesh
-from meshpar.serve.sampling import RowSampling, sample_each
+from meshpar.serve.sampling import Asked, RowSampling, sample_each
 from meshpar.serve.scheduler import Capacity
+from meshpar.serve.scores import MOST_RANKED, Scores, score
 from meshpar.train.program import compile_program, on_shards, shardings, structs, trace, whole
 
 
@@ -37,12 +40,12 @@ class Rows(NamedTuple):
     Args:
       table: int32 [batch, pages of a row].
       sampling: how the tokens of each row are sampled.
-      draws: bool[]. Whether any row has a temperature above 0.
+      asked: what any row asks for.
     """
 
     table: Any
     sampling: RowSampling
-    draws: Any
+    asked: Asked
 
 
 class Chunks(NamedTuple):
@@ -61,6 +64,10 @@ class Chunks(NamedTuple):
     lengths: Any
 
 
+Stepped = tuple[jax.Array, Scores, Pages]
+"""The sampled tokens, the scores, and the pages with the computed tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PagedDecoding(ModelOnMesh):
     """The settings of a server, from which its programs are compiled before any array exists.
@@ -68,10 +75,12 @@ class PagedDecoding(ModelOnMesh):
     Args:
       capacity: sizes of the batch and of the cache; its shards are those of the batch on the mesh.
       num_drafts: most drafts of a row that `verify` checks; 0 if there are none.
+      scores_prompts: whether there is a program that scores prompts.
     """
 
     capacity: Capacity
     num_drafts: int = 0
+    scores_prompts: bool = False
 
     @cached_property
     def pages(self) -> Pages:
@@ -119,37 +128,69 @@ class PagedDecoding(ModelOnMesh):
 
     def rows(self, num_rows: int) -> Rows:
         """Structs of `Rows`."""
-        fractions = self.per_row(num_rows, dtype=jnp.float32)
-        whole_numbers = self.per_row(num_rows)
-        seeds = self.per_row(num_rows, dtype=jnp.uint32)
+        flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
         return Rows(
             self.per_row(num_rows, self.capacity.pages_of_row),
-            RowSampling(fractions, whole_numbers, fractions, fractions, seeds, whole_numbers),
-            jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh)),
+            RowSampling.structs(partial(self.per_row, num_rows), self.most_adjusted),
+            Asked(flag, flag, flag),
         )
 
-    def compile_prefill(self) -> Callable[..., Any]:
-        """(params, chunks, rows, pages) -> (int32[shards] the token after each chunk, the pages)."""
+    @property
+    def most_adjusted(self) -> int:
+        """The most tokens that a row adjusts."""
+        return most_adjusted(self.model.vocab_size, self.capacity.max_len)
 
-        def prefill(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
+    def scores(self, *shape: int) -> Scores:
+        """Structs of `Scores`."""
+        ranked = min(MOST_RANKED, self.model.vocab_size)
+        dtype = jax.eval_shape(wide, jax.ShapeDtypeStruct((), self.ctx.compute_dtype)).dtype
+        one, several = self.per_row(*shape, dtype=dtype), self.per_row(*shape, ranked, dtype=dtype)
+        return Scores(one, self.per_row(*shape, ranked), several)
+
+    def compile_prefill(self) -> Callable[..., Any]:
+        """(params, chunks, rows, pages) -> (int32[shards] the token after each chunk, its scores, the pages)."""
+
+        def prefill(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> Stepped:
             return self._step(params, chunks.tokens, _positions(chunks), chunks.lengths - 1, rows, pages)
 
         shards = self.capacity.num_shards
         arguments = (structs(self.params), self.prompts, self.rows(shards), structs(self.pages))
-        out = shardings((self.per_row(shards), structs(self.pages)))
+        out = shardings((self.per_row(shards), self.scores(shards), structs(self.pages)))
         return compile_program(trace(prefill, arguments, out, donate=(3,)))
 
+    def compile_score(self) -> Callable[..., Any]:
+        """A prefill that scores the prompt.
+
+        (params, chunks, int32[shards, chunk] the token that is given after each, or -1, rows, pages) ->
+        (int32[shards, chunk] the token that is sampled after each, the scores of those that are given, or else of those
+        that are sampled, the pages).
+        """
+
+        def prefill(params: Any, chunks: Chunks, given: jax.Array, rows: Rows, pages: Pages) -> Stepped:
+            each = jnp.broadcast_to(jnp.arange(self.capacity.chunk, dtype=jnp.int32), chunks.tokens.shape)
+            return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages, given)
+
+        sizes = (self.capacity.num_shards, self.capacity.chunk)
+        arguments = (
+            structs(self.params), self.prompts, self.per_row(*sizes), self.rows(sizes[0]), structs(self.pages),
+        )  # fmt: skip
+        out = shardings((self.per_row(*sizes), self.scores(*sizes), structs(self.pages)))
+        return compile_program(trace(prefill, arguments, out, donate=(4,)))
+
     def compile_decode(self) -> Callable[..., Any]:
-        """(params, turn, rows, pages) -> (the next turn, the pages)."""
-        arguments = (structs(self.params), self.turn, self.rows(self.capacity.num_rows), structs(self.pages))
-        return compile_program(trace(self._decode, arguments, shardings((self.turn, structs(self.pages))), donate=(3,)))
+        """(params, turn, rows, pages) -> (the next turn, the scores of its tokens, the pages)."""
+        num_rows = self.capacity.num_rows
+        arguments = (structs(self.params), self.turn, self.rows(num_rows), structs(self.pages))
+        out = shardings((self.turn, self.scores(num_rows), structs(self.pages)))
+        return compile_program(trace(self._decode, arguments, out, donate=(3,)))
 
     def compile_draft(self) -> Callable[..., Any]:
         """(params, turn, rows, pages) -> (int32[batch, num_drafts] the tokens after a turn, the pages)."""
 
         def draft(params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
             def step(carry: tuple[Turn, Pages], _: None) -> tuple[tuple[Turn, Pages], jax.Array]:
-                turn, pages = self._decode(params, carry[0], rows, carry[1])
+                turn, scores, pages = self._decode(params, carry[0], rows, carry[1])
+                del scores
                 return (turn, pages), turn.tokens
 
             # The last step only stores the last draft: if it is accepted, later tokens attend to it.
@@ -162,43 +203,56 @@ class PagedDecoding(ModelOnMesh):
         return compile_program(trace(draft, arguments, out, donate=(3,)))
 
     def compile_verify(self) -> Callable[..., Any]:
-        """(params, chunks, rows, pages) -> (int32[batch, num_drafts + 1] the token after each token, the pages)."""
+        """(params, chunks, rows, pages) -> (int32[batch, num_drafts + 1] the tokens, their scores, the pages)."""
 
-        def verify(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
+        def verify(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> Stepped:
             each = jnp.broadcast_to(jnp.arange(1 + self.num_drafts, dtype=jnp.int32), chunks.tokens.shape)
             return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages)
 
         num_rows = self.capacity.num_rows
         arguments = (structs(self.params), self.drafts, self.rows(num_rows), structs(self.pages))
-        out = shardings((self.per_row(num_rows, 1 + self.num_drafts), structs(self.pages)))
+        sizes = (num_rows, 1 + self.num_drafts)
+        out = shardings((self.per_row(*sizes), self.scores(*sizes), structs(self.pages)))
         return compile_program(trace(verify, arguments, out, donate=(3,)))
 
-    def _decode(self, params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Pages]:
-        """The next turn, and the pages with this one."""
+    def _decode(self, params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Scores, Pages]:
+        """The next turn, the scores of its tokens, and the pages with this one."""
         last = jnp.zeros_like(turn.positions)
-        tokens, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
+        tokens, scores, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
         is_decoding = rows.table[:, 0] > 0  # the others stay where they are, and need no further blocks
-        return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), pages
+        return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), scores, pages
 
     def _step(
-        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, rows: Rows, pages: Pages
-    ) -> tuple[jax.Array, Pages]:
-        """Computes tokens of each row, and samples the one after `last`, int32[batch]; or int32[batch, n], several."""
+        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, rows: Rows, pages: Pages,
+        given: jax.Array | None = None,
+    ) -> Stepped:  # fmt: skip
+        """Computes tokens of each row, and samples the one after `last`, int32[batch]; or int32[batch, n], several.
+
+        Its scores are those of the `given` tokens, of the shape of `last`, or else of the sampled ones.
+        """
+        given = jnp.full_like(last, -1) if given is None else given
         batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows.sampling.rows}
         logits, cache = self.logits(params, batch, PagedCache(*pages, rows.table))
         next_positions = jnp.take_along_axis(positions, last.reshape(len(last), -1), axis=1).reshape(last.shape) + 1
         per_row = self.ctx.pspec("batch")
-        in_specs = (self.logits_pspec(last), per_row, per_row, whole(self.ctx.mesh).spec)
+        in_specs = (self.logits_pspec(last), per_row, per_row, per_row, whole(self.ctx.mesh).spec)
 
-        def select(logits: jax.Array, positions: jax.Array, sampling: RowSampling, draws: jax.Array) -> jax.Array:
+        def select(
+            logits: jax.Array, positions: jax.Array, given: jax.Array, sampling: RowSampling, asked: Asked
+        ) -> tuple[jax.Array, Scores]:
             if positions.ndim == 2:
-                sampling = jax.tree.map(lambda x: jnp.repeat(x, positions.shape[1]), sampling)
+                sampling = jax.tree.map(lambda x: jnp.repeat(x, positions.shape[1], axis=0), sampling)
             flat = logits.reshape(-1, logits.shape[-1])
-            chosen = sample_each(flat, positions.reshape(-1), sampling, draws, self.model.vocab_size)
-            return chosen.reshape(positions.shape)
+            vocab_size = self.model.vocab_size
+            chosen = sample_each(flat, positions.reshape(-1), sampling, asked, vocab_size)
+            scored = jnp.where(given.reshape(-1) < 0, chosen, given.reshape(-1))
+            scores = score(flat, scored, asked.scores, vocab_size)
+            shape = positions.shape
+            return chosen.reshape(shape), jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), scores)
 
-        chosen = on_shards(select, self.ctx, in_specs, per_row)(logits, next_positions, rows.sampling, rows.draws)
-        return chosen, Pages(cache.keys, cache.values)
+        selected = on_shards(select, self.ctx, in_specs, per_row)
+        chosen, scores = selected(logits, next_positions, given, rows.sampling, rows.asked)
+        return chosen, scores, Pages(cache.keys, cache.values)
 
     def _chunks(self, num_rows: int, num_tokens: int) -> Chunks:
         return Chunks(self.per_row(num_rows, num_tokens), self.per_row(num_rows), self.per_row(num_rows))

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.serve.adjust import NOTHING
 from meshpar.serve.decoding import Turn
 from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows
-from meshpar.serve.sampling import RowSampling, Sampling
+from meshpar.serve.sampling import Asked, RowSampling, Sampling
 from meshpar.serve.scheduler import Chunk, Row
+from meshpar.serve.scores import Scores
 from meshpar.train.program import on_host, shardings, structs
 
 GREEDY = Sampling()
@@ -32,12 +34,16 @@ class PagedModel:
         self._params = restore(structs(decoding.params))
         self._pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decoding.pages))
 
-    def prefill(self, chunks: Sequence[Chunk | None]) -> list[int]:
-        """Computes chunks of prompts. Returns the token after each."""
+    def prefill(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores]:
+        """Computes chunks of prompts. Returns the token after each, and its scores."""
         rows = [chunk and chunk.row for chunk in chunks]
-        placed = self._placed_chunks(rows, [chunk.tokens if chunk else [0] for chunk in chunks], self.decoding.prompts)
-        found, self._pages = self._prefill(self._params, placed, self._placed_rows(rows), self._pages)
-        return on_host(found).tolist()
+        placed = self._placed_prompts(chunks)
+        found, scores, self._pages = self._prefill(self._params, placed, self._placed_rows(rows), self._pages)
+        return on_host(found).tolist(), scores
+
+    def _placed_prompts(self, chunks: Sequence[Chunk | None]) -> Chunks:
+        rows = [chunk and chunk.row for chunk in chunks]
+        return self._placed_chunks(rows, [chunk.tokens if chunk else [0] for chunk in chunks], self.decoding.prompts)
 
     def _placed_chunks(self, rows: Sequence[Row | None], tokens: Sequence[Sequence[int]], structs: Chunks) -> Chunks:
         """Tokens that follow the cached ones of each row."""
@@ -59,7 +65,16 @@ class PagedModel:
         for i, row in enumerate(rows):
             if row:
                 table[i, : len(row.pages)] = row.pages
-        samplings: list[Sampling] = [row.request.sampling if row else GREEDY for row in rows]
-        each = RowSampling.of(samplings, [row.request.index if row else 0 for row in rows])
-        draws = np.array(any(how.temperature > 0 for how in samplings))
-        return jax.device_put(Rows(table, each, draws), shardings(self.decoding.rows(len(rows))))
+        each, asked = sampling_of(rows, self.decoding.most_adjusted)
+        return jax.device_put(Rows(table, each, asked), shardings(self.decoding.rows(len(rows))))
+
+
+def sampling_of(rows: Sequence[Row | None], most_adjusted: int) -> tuple[RowSampling, Asked]:
+    """How the next token of each row is sampled, as arrays on the host."""
+    samplings: list[Sampling] = [row.request.sampling or GREEDY if row else GREEDY for row in rows]
+    indices = [row.request.index if row else 0 for row in rows]
+    adjustments = [(row.request.adjustment or NOTHING).of(row.answer) if row else {} for row in rows]
+    draws = any(how.temperature > 0 for how in samplings)
+    scores = any(row.request.scores for row in rows if row)
+    asked = Asked(*map(np.array, (draws, any(adjustments), scores)))
+    return RowSampling.of(samplings, indices, adjustments, most_adjusted), asked

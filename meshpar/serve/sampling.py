@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
@@ -78,7 +79,7 @@ def sample(
 
     Communication: that of `tensor.argmax`, and with top_k or top_p that of `tensor.top`.
     """
-    logits = _of_tokens(logits, vocab_size)
+    logits = of_tokens(logits, vocab_size)
     if how.temperature == 0:
         return tensor.argmax(logits)
     logits /= how.temperature
@@ -91,6 +92,20 @@ def sample(
     return tensor.argmax(logits + _noise(logits, rows, positions, how.seed))
 
 
+class Asked(NamedTuple):
+    """What any row of a turn asks for, bool[] each: the same on all devices. What nobody asks for is not computed.
+
+    Args:
+      draws: a temperature above 0.
+      adjusts: biases or penalties of tokens.
+      scores: log-probabilities.
+    """
+
+    draws: Any
+    adjusts: Any
+    scores: Any
+
+
 class RowSampling(NamedTuple):
     """A `Sampling` for each row.
 
@@ -99,6 +114,8 @@ class RowSampling(NamedTuple):
       top_k: int32[batch]; 0 for all.
       seed: uint32[batch].
       rows: int32[batch]. The index of each row among those with its seed.
+      adjusted: int32[batch, most]. Tokens whose logits are adjusted, see `Adjustment`.
+      added: float32[batch, most]. What is added to them; 0 where there are fewer.
     """
 
     temperature: Any
@@ -107,10 +124,31 @@ class RowSampling(NamedTuple):
     min_p: Any
     seed: Any
     rows: Any
+    adjusted: Any
+    added: Any
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], rows: Sequence[int]) -> RowSampling:
+    def structs(cls, per_row: Callable[..., jax.ShapeDtypeStruct], most: int) -> RowSampling:
+        """The structs of its arrays.
+
+        Args:
+          per_row: (shape of a row, dtype) -> a struct.
+          most: the most tokens that a row adjusts.
+        """
+        fractions, numbers = per_row(dtype=jnp.float32), per_row(dtype=jnp.int32)
+        adjusted, added = per_row(most, dtype=jnp.int32), per_row(most, dtype=jnp.float32)
+        seeds = per_row(dtype=jnp.uint32)
+        return cls(fractions, numbers, fractions, fractions, seeds, numbers, adjusted, added)
+
+    @classmethod
+    def of(
+        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, float]], most: int
+    ) -> RowSampling:
         """The settings of each row, as arrays on the host."""
+        adjusted, added = np.zeros((len(rows), most), np.int32), np.zeros((len(rows), most), np.float32)
+        for i, one in enumerate(adjustments):
+            adjusted[i, : len(one)] = list(one)
+            added[i, : len(one)] = list(one.values())
         return cls(
             np.array([how.temperature for how in samplings], np.float32),
             np.array([how.top_k or 0 for how in samplings], np.int32),
@@ -118,18 +156,17 @@ class RowSampling(NamedTuple):
             np.array([how.min_p for how in samplings], np.float32),
             np.array([how.seed for how in samplings], np.uint32),
             np.array(rows, np.int32),
+            adjusted,
+            added,
         )
 
 
 def sample_each(
-    logits: Float[Array, "B V"], positions: Int[Array, "B"], how: RowSampling, draws: Bool[Array, ""], vocab_size: int
+    logits: Float[Array, "B V"], positions: Int[Array, "B"], how: RowSampling, asked: Asked, vocab_size: int
 ) -> Int[Array, "B"]:
     """`sample` with settings for each row, which are arrays of a compiled program.
 
-    Args:
-      draws: whether any row has a temperature above 0, the same on all devices; else nothing is drawn.
-
-    Communication: that of `tensor.argmax`, and if `draws` an all-gather of the logits.
+    Communication: that of `tensor.argmax`, and if a row draws an all-gather of the logits.
     """
 
     def drawn(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -144,11 +181,22 @@ def sample_each(
         kept = jnp.where(scaled >= least, scaled, -jnp.inf)
         return jnp.where(is_drawn, kept + _noise(kept, how.rows, positions, how.seed), logits)
 
-    logits = _of_tokens(logits, vocab_size)
-    return tensor.argmax(jax.lax.cond(draws, drawn, lambda logits: logits, logits))
+    logits = of_tokens(logits, vocab_size)
+    logits = jax.lax.cond(asked.adjusts, partial(_adjusted, how=how), lambda logits: logits, logits)
+    return tensor.argmax(jax.lax.cond(asked.draws, drawn, lambda logits: logits, logits))
 
 
-def _of_tokens(logits: Float[Array, "B V"], vocab_size: int) -> Float[Array, "B V"]:
+def _adjusted(logits: Float[Array, "B V"], how: RowSampling) -> Float[Array, "B V"]:
+    """The logits with what each row adds to single tokens."""
+    axes = manual_axes("vocab")
+    width = logits.shape[-1]
+    ids = how.adjusted - (jax.lax.axis_index(axes) * width if axes else 0)
+    ids = jnp.where((ids >= 0) & (ids < width), ids, width)  # those of other shards are dropped
+    rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    return logits.at[rows, ids].add(how.added.astype(logits.dtype), mode="drop")
+
+
+def of_tokens(logits: Float[Array, "B V"], vocab_size: int) -> Float[Array, "B V"]:
     """The logits in float32 at least, -inf for padding of the vocabulary."""
     axes = manual_axes("vocab")
     first = jax.lax.axis_index(axes) * logits.shape[-1] if axes else 0

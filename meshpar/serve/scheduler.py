@@ -8,7 +8,7 @@ for pages. A prompt is computed in chunks, one in each turn, between the decode 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -66,12 +66,25 @@ class Request:
       max_tokens: most tokens of the answer.
       sampling: how tokens are sampled, which the scheduler passes on.
       index: the index among the prompts with the same seed.
+      adjustment: what is added to logits; passed on too.
+      is_scored_only: whether the answer is thrown away: its one token is computed, and not shown.
+      scores: whether each token of the answer is scored.
+      scores_prompt: whether those of the prompt are too. Then no page of another request is reused for it.
     """
 
     prompt: Sequence[int]
     max_tokens: int
     sampling: Any = None
     index: int = 0
+    adjustment: Any = None
+    is_scored_only: bool = False
+    scores: bool = False
+    scores_prompt: bool = False
+
+    @property
+    def num_shown(self) -> int:
+        """Most tokens of the answer that are shown."""
+        return 0 if self.is_scored_only else self.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +103,7 @@ class Row:
       num_cached: how many of the tokens have keys and values in the cache.
       num_reused: how many tokens of the prompt were in the cache before the row began.
       digests: yields the digest of each page when it becomes full.
+      prompt_scores: of the tokens of the prompt after the first, if they are asked for.
     """
 
     number: int
@@ -100,6 +114,12 @@ class Row:
     num_cached: int
     num_reused: int
     digests: Iterator[bytes]
+    prompt_scores: list[Any] = field(default_factory=list)
+
+    @property
+    def answer(self) -> list[int]:
+        """The answer so far."""
+        return self.tokens[len(self.request.prompt) :]
 
     @property
     def is_decoding(self) -> bool:
@@ -142,11 +162,15 @@ class Computed(NamedTuple):
       first: for each shard the token after its chunk, which is the first of an answer if the prompt ends there.
       following: for each slot the next tokens of its row: one, and more if drafts were accepted.
       num_drafts: the drafts that were checked.
+      chunk_scores: shard -> the scores of the tokens after its chunk's, if they are asked for.
+      scores: slot -> the scores of its next tokens, if they are asked for.
     """
 
     first: Sequence[int]
     following: Sequence[Sequence[int]]
     num_drafts: int = 0
+    chunk_scores: Mapping[int, Sequence[Any]] = {}
+    scores: Mapping[int, Sequence[Any]] = {}
 
     @property
     def num_accepted(self) -> int:
@@ -155,10 +179,11 @@ class Computed(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The next token of a request."""
+    """The next token of a request, and its score if it is asked for."""
 
     request: Request
     token: int
+    score: Any = None
 
 
 @dataclass
@@ -235,16 +260,20 @@ class Scheduler:
     def advance(self, plan: Plan, computed: Computed) -> list[Sampled]:
         """Adds the tokens that a turn computed to their rows. Rows that were ended during the turn are skipped."""
         sampled: list[Sampled] = []
-        for chunk, token in zip(plan.chunks, computed.first, strict=True):
+        for shard, (chunk, token) in enumerate(zip(plan.chunks, computed.first, strict=True)):
             if chunk and self._is_current(chunk.row):
                 self._cached(chunk.row, len(chunk.tokens))
+                scores = list(computed.chunk_scores.get(shard, ()))
                 if chunk.row.is_decoding:
-                    sampled.append(self._add(chunk.row, token))
-        for row, tokens in zip(plan.rows, computed.following, strict=True):
+                    sampled.append(self._add(chunk.row, token, scores.pop() if scores else None))
+                if chunk.row.request.scores_prompt:
+                    chunk.row.prompt_scores.extend(scores)
+        for slot, (row, tokens) in enumerate(zip(plan.rows, computed.following, strict=True)):
             if row and self._is_current(row):
-                for token in tokens:  # an accepted draft has keys and values already
+                scores = computed.scores.get(slot) or [None] * len(tokens)
+                for token, score in zip(tokens, scores, strict=True):  # an accepted draft has keys and values already
                     self._cached(row, 1)
-                    sampled.append(self._add(row, token))
+                    sampled.append(self._add(row, token, score))
         return sampled
 
     def _begin(self, request: Request) -> bool:
@@ -257,7 +286,8 @@ class Scheduler:
             return False
         size = self.capacity.page_size
         # The last token of a prompt is always computed: the first token of the answer is sampled from its logits.
-        digests = list(islice(digests_of(request.prompt, size), (len(request.prompt) - 1) // size))
+        num_reusable = 0 if request.scores_prompt else (len(request.prompt) - 1) // size
+        digests = list(islice(digests_of(request.prompt, size), num_reusable))
 
         def preference(slot: int) -> tuple[int, int]:
             pool = self._pool(slot)
@@ -298,9 +328,9 @@ class Scheduler:
         for page in row.pages[before : row.num_cached // size]:
             self._pool(row.slot).register(page, next(row.digests))
 
-    def _add(self, row: Row, token: int) -> Sampled:
+    def _add(self, row: Row, token: int, score: Any) -> Sampled:
         row.tokens.append(token)
-        return Sampled(row.request, token)
+        return Sampled(row.request, token, score)
 
     def _is_current(self, row: Row) -> bool:
         return self.rows[row.slot] is row

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.generator import Piece
@@ -137,7 +137,7 @@ class Service:
             raise UnavailableError(f"the server is {self.status}")
         self.scheduler.submit(requests)
         own = (self._tokenizer.bos, self._tokenizer.eos) if self._ends is None else self._ends
-        answers = [Answer(self._tokenizer, stop, one.max_tokens, {*own, *ends}, one.prompt) for one in requests]
+        answers = [Answer(self._tokenizer, stop, one.num_shown, {*own, *ends}, one.prompt) for one in requests]
         group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests), per_prompt)
         self._running.update({request: (group, i) for i, request in enumerate(requests)})
         self._submitted.set()
@@ -165,9 +165,9 @@ class Service:
                 try:
                     computed = await loop.run_in_executor(thread, self._engine.run, plan)
                     self._observer.checked(computed.num_drafts, computed.num_accepted)
-                    for request, token in self.scheduler.advance(plan, computed):
-                        if request in self._running:  # a stop string may have ended it earlier in this turn
-                            self._deliver(request, token)
+                    for sampled in self.scheduler.advance(plan, computed):
+                        if sampled.request in self._running:  # a stop string may have ended it earlier in this turn
+                            self._deliver(*sampled)
                 except Exception as error:
                     self._fail(error)
                     raise
@@ -179,21 +179,24 @@ class Service:
             self._ended.clear()
             await self._ended.wait()
 
-    def _deliver(self, request: Request, token: int) -> None:
+    def _deliver(self, request: Request, token: int, score: Any) -> None:
         group, i = self._running[request]
         answer = group.answers[i]
         now = time.perf_counter()
         if not answer.tokens:
             row = self.scheduler.row_of(request)
+            answer.prompt_scores = row.prompt_scores if row else []
             group.num_reused += row.num_reused if row and not i % group.per_prompt else 0
             self._observer.first_token(now - group.last_s[i])
         else:
             self._observer.next_token(now - group.last_s[i])
         group.last_s[i] = now
         text = answer.add(token)
+        if score is not None and len(answer.scores) < len(answer.tokens):
+            answer.scores.append(score)
         if answer.finish:
             self._end(request, answer.finish)
-        group.pieces.put_nowait(Piece(i, text, answer.finish))
+        group.pieces.put_nowait(Piece(i, text, answer.finish, len(answer.tokens)))
 
     def _end(self, request: Request, finish: Finish | Literal["cancelled"]) -> None:
         self.scheduler.end(request)

@@ -99,7 +99,7 @@ def run(
         computed = cache.run(plan)
         if turn in cancelled:
             scheduler.end(requests[turn % len(requests)])
-        for request, token in scheduler.advance(plan, computed):
+        for request, token, _ in scheduler.advance(plan, computed):
             assert 0 <= token < 5
             answer = answers[numbers[request]]
             answer.append(token)

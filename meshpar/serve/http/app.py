@@ -21,6 +21,7 @@ from meshpar.serve.engine import Engine
 from meshpar.serve.http.bodies import MOST_ANSWERS, Body, ChatBody, CompletionBody, parse
 from meshpar.serve.http.chat import encode_chat
 from meshpar.serve.http.errors import HANDLERS, ApiError
+from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.metrics import Metrics
 from meshpar.serve.http.replies import Stream, complete, usage
 from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape
@@ -50,6 +51,7 @@ class Endpoints:
       template: the chat template; None if the model has none.
       default: how tokens are sampled if a request does not say it.
       token: the bearer token that clients must send; None if there is none.
+      scores, scores_prompts: whether the engine computes log-probabilities of answers, and of prompts.
       hosts: the values of the header Host that are accepted. A page of another site whose name was made to resolve to
         this address sends another one (DNS rebinding).
     """
@@ -63,6 +65,8 @@ class Endpoints:
     default: SamplingDefaults = NEUTRAL
     token: str | None = None
     hosts: Sequence[str] = ("*",)
+    scores: bool = True
+    scores_prompts: bool = True
 
     def app(self) -> Starlette:
         routes = [
@@ -82,7 +86,9 @@ class Endpoints:
         body = parse(CompletionBody, await _body(http))
         encode = partial(self.source.encode, parse_special=body.parse_special)
         prompts = await asyncio.to_thread(lambda: [encode(x) if isinstance(x, str) else x for x in body.prompt])
-        return await self._answer(http, body, prompts, CompletionShape(self.name), body.max_tokens)
+        texts = [x if isinstance(x, str) else None for x in body.prompt]
+        shape = CompletionShape(self.name, Texts(self.source.tokenizer, body.num_ranked), body.echoes, texts)
+        return await self._answer(http, body, prompts, shape, body.max_tokens)
 
     async def chat(self, http: HttpRequest) -> Response:
         """`/v1/chat/completions`."""
@@ -95,7 +101,8 @@ class Endpoints:
         options = body.chat_template_kwargs
         prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, options=options)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return await self._answer(http, body, [prompt], ChatShape(self.name), max_tokens)
+        shape = ChatShape(self.name, Texts(tokenizer, body.num_ranked))
+        return await self._answer(http, body, [prompt], shape, max_tokens)
 
     async def models(self, http: HttpRequest) -> Response:
         """`/v1/models`."""
@@ -136,7 +143,7 @@ class Endpoints:
         if body.stream:
             return Stream(answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage))
         await complete(http, answers)
-        return JSONResponse(shape.response(answers.answers) | {"usage": usage(answers)})
+        return JSONResponse(shape.response(answers) | {"usage": usage(answers)})
 
     def _requests(self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> list[Request]:
         num_answers = body.n or 1
@@ -144,11 +151,30 @@ class Endpoints:
         if not 0 < len(prompts) * num_answers <= most:
             what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
             raise ApiError(400, what, "n")
-        sampling = body.sampling(self.default)
+        sampling, adjustment, scores = body.sampling(self.default), body.adjustment, body.num_ranked is not None
+        if scores and not self.scores:
+            what = "logprobs: a model of your own is served without log-probabilities; leave it out"
+            raise ApiError(400, what, "logprobs")
+        if scores and body.echoes and not self.scores_prompts:
+            raise ApiError(
+                400, "echo: this server computes no log-probabilities of prompts; leave out logprobs", "echo"
+            )
+        if outside := [token for token in adjustment.bias if token >= self.vocab_size]:
+            what = f"logit_bias: {outside[0]} is outside of the model's vocabulary of {self.vocab_size}"
+            raise ApiError(400, what, "logit_bias")
         repeated = [prompt for prompt in prompts for _ in range(num_answers)]
         longest = [self._max_tokens(prompt, max_tokens) for prompt in repeated]
         return [
-            Request(prompt=prompt, max_tokens=most, sampling=sampling, index=i)
+            Request(
+                prompt=prompt,
+                max_tokens=most or 1,
+                sampling=sampling,
+                index=i,
+                adjustment=adjustment,
+                is_scored_only=most == 0,
+                scores=scores,
+                scores_prompt=scores and body.echoes,
+            )
             for i, (prompt, most) in enumerate(zip(repeated, longest, strict=True))
         ]
 
@@ -161,8 +187,10 @@ class Endpoints:
         if not all(0 <= token < vocab_size for token in prompt):
             raise ApiError(400, f"prompt: has ids outside of the model's vocabulary of {vocab_size}", "prompt")
         max_tokens = max(1, longest - len(prompt)) if max_tokens is None else max_tokens
-        if len(prompt) + max_tokens > longest:
-            what = f"{len(prompt)} tokens and {max_tokens} more do not fit {longest}, the longest row of this server"
+        if len(prompt) + (max_tokens or 1) > longest:
+            what = (
+                f"{len(prompt)} tokens and {max_tokens or 1} more do not fit {longest}, the longest row of this server"
+            )
             raise ApiError(400, what, "prompt", "context_length_exceeded")
         return max_tokens
 
@@ -195,7 +223,11 @@ def endpoints_of(
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
     default = sampling_defaults(source.folder) if source.folder else NEUTRAL
-    return Endpoints(service, metrics, source, name, engine.vocab_size, template, default, token, hosts)
+    scores = isinstance(engine, Engine)
+    of_prompts = isinstance(engine, Engine) and engine.decoding.scores_prompts
+    return Endpoints(
+        service, metrics, source, name, engine.vocab_size, template, default, token, hosts, scores, of_prompts
+    )
 
 
 async def _body(http: HttpRequest) -> bytes:

@@ -11,8 +11,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from meshpar.errors import nearest
+from meshpar.serve.adjust import MOST_BIASED, Adjustment
 from meshpar.serve.http.errors import ApiError
 from meshpar.serve.sampling import Sampling
+from meshpar.serve.scores import MOST_RANKED
 from meshpar.train.data.special_tokens import SamplingDefaults
 
 MOST_ANSWERS = 128
@@ -21,10 +23,10 @@ MOST_ANSWERS = 128
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys that do not affect answers."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (None,), "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0),
-    "function_call": (None, "none"), "functions": (None, []), "logit_bias": (None, {}), "logprobs": (None, False),
+    "audio": (None,), "best_of": (None, 1), "echo": (None, False),
+    "function_call": (None, "none"), "functions": (None, []), "logprobs": (None, False),
     "modalities": (None, ["text"]), "parallel_tool_calls": (None, True, False), "prediction": (None,),
-    "presence_penalty": (None, 0), "reasoning_effort": (None, "none"), "response_format": (None, {"type": "text"}),
+    "reasoning_effort": (None, "none"), "response_format": (None, {"type": "text"}),
     "suffix": (None, ""), "tool_choice": (None, "none"), "tools": (None, []), "top_logprobs": (None, 0),
     "verbosity": (None,), "web_search_options": (None,),
 }  # fmt: skip
@@ -53,6 +55,11 @@ class Body(BaseModel):
     n: Annotated[int | None, Field(ge=1, le=MOST_ANSWERS)] = 1
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field(max_length=64)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=MOST_BIASED)] = (
+        None
+    )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -62,6 +69,29 @@ class Body(BaseModel):
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _of_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if wrong := [key for key in value or () if not (key.isascii() and key.isdecimal() and len(key) < 10)]:
+            raise ValueError(f'{wrong[0][:100]!r} is no token id, such as "42"')
+        return value
+
+    @property
+    def num_ranked(self) -> int | None:
+        """How many of the most probable tokens are listed beside each token; None if nothing is scored."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def adjustment(self) -> Adjustment:
+        """What is added to the logits."""
+        bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
+        return Adjustment(bias=bias, presence=self.presence_penalty or 0.0, frequency=self.frequency_penalty or 0.0)
 
     @model_validator(mode="before")
     @classmethod
@@ -96,7 +126,30 @@ class CompletionBody(Body):
 
     prompt: list[str | list[int]]
     parse_special: bool = True
-    max_tokens: Annotated[int | None, Field(ge=1)] = 16
+    max_tokens: Annotated[int | None, Field(ge=0)] = 16
+    logprobs: Annotated[int | None, Field(ge=0, le=MOST_RANKED)] = None
+    echo: bool | None = False
+
+    @property
+    def num_ranked(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: with 0 there is no answer; 1 or more, or echo to score the prompt")
+        if self.echo and self.stream:
+            raise ValueError("echo: is not streamed; leave out echo or stream")
+        return self
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -139,6 +192,18 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_RANKED)] = None
+
+    @property
+    def num_ranked(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: has no effect without logprobs; add logprobs: true")
+        return self
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

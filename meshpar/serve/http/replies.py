@@ -63,9 +63,12 @@ class Stream(StreamingResponse):
             for choice in self.shape.opening(i):
                 yield _event(self.shape.event([choice]))
         try:
+            sent = [0] * len(self.answers.requests)  # tokens of each answer
             async for piece in self.answers.stream():
                 if piece.text or piece.finish:
-                    yield _event(self.shape.event([self.shape.delta(piece)]))
+                    delta = self.shape.delta(piece, self.answers, sent[piece.row])
+                    sent[piece.row] = piece.num_tokens
+                    yield _event(self.shape.event([delta]))
         except UnavailableError as error:
             yield _event(ApiError(503, str(error)).body)
             return

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.generator import Piece
+from meshpar.serve.http.logprobs import Texts
+from meshpar.serve.service import Answers
 
 FINISH: dict[Finish | None, str | None] = {"stop": "stop", "end": "stop", "length": "length", None: None}
 """Our reasons for the end of an answer -> OpenAI's."""
@@ -20,20 +22,22 @@ class Shape(ABC):
 
     Args:
       model: the name of the model.
+      texts: of the tokens whose log-probabilities are asked for.
     """
 
     prefix: ClassVar[str]
     whole: ClassVar[str]
     part: ClassVar[str]
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, texts: Texts):
         self.model = model
+        self.texts = texts
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 
-    def response(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def response(self, answers: Answers) -> dict[str, Any]:
         """The response with all answers."""
-        choices = [self.choice(i, answer.text, FINISH[answer.finish]) for i, answer in enumerate(answers)]
+        choices = [self.choice(i, answers) for i in range(len(answers.answers))]
         return self._object(self.whole, choices)
 
     def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -41,12 +45,12 @@ class Shape(ABC):
         return self._object(self.part, choices)
 
     @abstractmethod
-    def choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+    def choice(self, index: int, answers: Answers) -> dict[str, Any]:
         """A complete answer."""
 
     @abstractmethod
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        """A piece of an answer."""
+    def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
+        """A piece of an answer, of which so many tokens were sent before."""
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The choices of a stream's first event; none for completions."""
@@ -63,11 +67,30 @@ class CompletionShape(Shape):
     whole = "text_completion"
     part = "text_completion"
 
-    def choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+    def __init__(self, model: str, texts: Texts, echoes: bool, prompts: Sequence[str | None]):
+        super().__init__(model, texts)
+        self.echoes = echoes
+        self.prompts = prompts
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        return self.choice(piece.row, piece.text, FINISH[piece.finish])
+    def choice(self, index: int, answers: Answers) -> dict[str, Any]:
+        answer, prompt = answers.answers[index], answers.requests[index].prompt
+        text = answer.text
+        if self.echoes:
+            text = self._echoed(prompt, self.prompts[index // answers.per_prompt], answer)
+        logprobs = self.texts.completion(answer, prompt, self.echoes)
+        return _completion(index, text, logprobs, FINISH[answer.finish])
+
+    def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
+        prompt = answers.requests[piece.row].prompt
+        logprobs = self.texts.completion(answers.answers[piece.row], prompt, False, num_sent, piece.num_tokens)
+        return _completion(piece.row, piece.text, logprobs, FINISH[piece.finish])
+
+    def _echoed(self, prompt: Sequence[int], text: str | None, answer: Answer) -> str:
+        """The prompt as it was sent, or its text if it was sent as ids, and the answer."""
+        decode = self.texts.tokenizer.decode
+        decoded = decode(prompt)
+        following = decode([*prompt, *answer.tokens])[len(decoded) :] if answer.finish != "stop" else answer.text
+        return (decoded if text is None else text) + following
 
 
 class ChatShape(Shape):
@@ -77,15 +100,24 @@ class ChatShape(Shape):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+    def choice(self, index: int, answers: Answers) -> dict[str, Any]:
+        answer = answers.answers[index]
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        logprobs = self.texts.chat(answer, answers.requests[index].prompt)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": FINISH[answer.finish]}
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        return self._part(piece.row, {"content": piece.text}, FINISH[piece.finish])
+    def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
+        answer, prompt = answers.answers[piece.row], answers.requests[piece.row].prompt
+        logprobs = self.texts.chat(answer, prompt, num_sent, piece.num_tokens)
+        return _part(piece.row, {"content": piece.text}, logprobs, FINISH[piece.finish])
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [self._part(index, {"role": "assistant", "content": ""}, None)]
+        return [_part(index, {"role": "assistant", "content": ""}, None, None)]
 
-    def _part(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+def _completion(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _part(index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
