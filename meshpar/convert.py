@@ -15,12 +15,14 @@ from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.experiment.config import Init, Precision, Run, load
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.peft import files_of
+from meshpar.interop.peft_export import write_adapter
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.compressed import dense
@@ -34,7 +36,7 @@ from meshpar.train.data.special_tokens import end_ids
 from meshpar.train.data.tokenizer import Tokenizer
 from meshpar.tree import flatten_with_paths, map_with_path
 
-__all__ = ["from_hf", "to_hf"]
+__all__ = ["from_hf", "to_hf", "to_peft"]
 
 RUN_CONFIG = "config.yaml"
 TOKENIZER = "tokenizer.json"
@@ -82,7 +84,7 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
     with whole_or_not(run_dir) as made:
         (made / MODEL_FILES).mkdir()
         (made / MODEL_FILES / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
-        copy_companions(folder, made / MODEL_FILES)
+        copy_companions(pretrained.folder, made / MODEL_FILES)
         plain = run_of(pretrained, run_dir, run_dir / MODEL_FILES).model_copy(
             update={"init": Init(from_checkpoint=run_dir)}
         )
@@ -145,15 +147,46 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     run, params, saved = trained(Path(source))
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
-    companions = run.init.from_hf if run.init else None
-    if (saved.run_dir / MODEL_FILES).is_dir():
-        companions = saved.run_dir / MODEL_FILES
+    companions = _companions(run, saved)
     plain = model.model_copy(update={"weights": None, "low_rank": ()})
     with TemporaryDirectory() as own:
         if companions is None:
             companions = Path(own)
             _write_language(run.data.tokenizer, model.vocab_size, companions)
         export(folder, plain, dense(model.abstract(), params), companions, largest_file)
+
+
+def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> None:
+    """Writes the LoRA of a run's last checkpoint as an adapter, which the library PEFT adds to the base model.
+
+    Args:
+      source: a run directory, or the config of a run.
+      base: the base model's folder or name, for readers of the adapter. Default: `init.from_hf`.
+
+    Raises:
+      CheckpointError: the folder exists, there is no checkpoint, it has no LoRA, or PEFT has no form for it.
+      ConfigError: nothing says which the base model is.
+    """
+    folder = Path(folder)
+    check_free(folder)
+    run, params, saved = _restored(Path(source))
+    if run.lora is None:
+        raise CheckpointError(f"{saved.folder} was trained without LoRA; export with --format hf")
+    if not (model := run.model.hugging_face()):
+        raise CheckpointError(f"{saved.folder} holds {model.because}")
+    if model.low_rank:
+        raise CheckpointError(f"{saved.folder} adapts a compressed model, which PEFT has not; export with --format hf")
+    if base is None and not (run.init and run.init.from_hf):
+        raise ConfigError("base: the run did not start from a Hugging Face folder; name the base model's, by --base")
+    base = base or str(run.init.from_hf.resolve())  # pyright: ignore
+    write_adapter(folder, model, run.lora, params, base, _companions(run, saved))
+
+
+def _companions(run: Run, saved: Saved) -> Path | None:
+    """The folder with the files of the model that a run started from."""
+    if (saved.run_dir / MODEL_FILES).is_dir():
+        return saved.run_dir / MODEL_FILES
+    return files_of(run.init.from_hf) if run.init and run.init.from_hf else None
 
 
 def _write_language(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
@@ -185,12 +218,18 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     Raises:
       CheckpointError: there is no checkpoint, or it holds no config of a run.
     """
+    run, params, where = _restored(source)
+    return run, run.lora.merged(params) if run.lora else params, where
+
+
+def _restored(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
+    """As `trained`, with the matrices of LoRA for themselves."""
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
     without_files = run.model_copy(update={"data": NoData(**_batches(run))})  # they may not be there any more
     params = flatten_with_paths(restore_params(saved, on_one_device(without_files).placement.structs.params))
-    return run, run.lora.merged(params) if run.lora else params, Saved(run_dir, saved.folder)
+    return run, params, Saved(run_dir, saved.folder)
 
 
 def restore_params(saved: Checkpoint, structs: Any) -> Any:

@@ -51,7 +51,7 @@ def export(
     Raises:
       CheckpointError: the folder exists; or no supported architecture describes the model.
     """
-    config = _config(model, companions)
+    config = config_of(model, companions)
     dtype = np.dtype(next(iter(params.values())).dtype)
     config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
     tensors = list(_tensors(model, config["model_type"], params, dtype))
@@ -121,7 +121,15 @@ def copy_companions(source: Path | None, to: Path, patterns: Sequence[str] = COM
     problems.raise_any(CheckpointError, f"the tokenizer of {source} cannot be copied:")
 
 
-def _config(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
+def config_of(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
+    """The `config.json` of a model.
+
+    Args:
+      companions: see `export`.
+
+    Raises:
+      CheckpointError: no supported architecture describes the model.
+    """
     problems = Problems()
     read = read_json(companions, CONFIG, problems) if companions and (companions / CONFIG).exists() else None
     problems.raise_any(CheckpointError, f"{companions} cannot be read:")

@@ -20,6 +20,7 @@ from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.folder import check_inside, read_json
+from meshpar.interop.peft import adapted, base_of, is_adapter
 from meshpar.interop.safetensors import Tensor, tensors_in
 from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
@@ -173,6 +174,22 @@ class Pretrained:
         return model.model_copy(update={"experts": None, "intermediate_size": width})
 
     @property
+    def prefix(self) -> str:
+        """That of the names of all tensors but the output projection's."""
+        return _prefix(names_of(self.model, self.config["model_type"]))
+
+    @property
+    def transposed(self) -> set[str]:
+        """The names of the matrices that are stored as [in, out]."""
+        named = names_of(self.model, self.config["model_type"])
+        return {
+            complete
+            for name, foreign in named
+            if foreign.inputs and not foreign.outputs_first
+            for _, complete in numbered(name, foreign, self.model)
+        }
+
+    @property
     def paths(self) -> list[str]:
         """The paths of the parameters."""
         return list(self._parts)
@@ -255,12 +272,16 @@ def _filled(name: str, numbers: Sequence[int]) -> str:
 
 
 def open_pretrained(folder: Path) -> Pretrained:
-    """Reads the config and the headers of a folder, but no tensor.
+    """Reads the config and the headers of a folder, but no tensor. The folder of an adapter is that of its base model,
+    with the adapter's updates.
 
     Raises:
       CheckpointError: lists every problem: an unknown architecture, a truncated file, a wrong header, a missing or an
         unknown tensor, or a shape that differs from the config's.
     """
+    if is_adapter(folder):
+        base = open_pretrained(base_of(folder))
+        return replace(base, tensors=adapted(folder, base.tensors, base.prefix, base.transposed))
     problems = Problems()
     if not folder.exists():
         raise CheckpointError(f"{folder} cannot be imported: there is no such folder{hub_hint(folder)}")
@@ -271,7 +292,7 @@ def open_pretrained(folder: Path) -> Pretrained:
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
     names = names_of(model, config["model_type"])
-    prefix = names[0][0].partition(".")[0] + "."  # missing in checkpoints without an output projection
+    prefix = _prefix(names)  # missing in checkpoints without an output projection
     tensors = {
         name if name.startswith((prefix, "lm_head.")) else prefix + name: tensor for name, tensor in found.items()
     }
@@ -283,6 +304,10 @@ def open_pretrained(folder: Path) -> Pretrained:
     _compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
+
+
+def _prefix(names: Sequence[tuple[str, Foreign]]) -> str:
+    return names[0][0].partition(".")[0] + "."
 
 
 def hub_hint(path: Path) -> str:

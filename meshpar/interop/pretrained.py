@@ -11,6 +11,7 @@ from meshpar.checkpoint.saved import find
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import Pretrained
+from meshpar.interop.peft import files_of
 from meshpar.train.data.tokenizer import Bytes, Tokenizer
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training
@@ -41,7 +42,7 @@ def model_files(from_hf: Path | None, from_checkpoint: Path | None, run_dir: Pat
     """The folder with the config, the tokenizer and the templates of a run's model: its own, or that of its `init`."""
     folders = [run_dir / MODEL_FILES]
     if from_hf:
-        folders.append(from_hf)
+        folders.append(files_of(from_hf) if from_hf.is_dir() else from_hf)
     elif from_checkpoint:
         with suppress(CheckpointError):  # a run that resumes does not need its source any more
             folders.append(find(from_checkpoint, include=()).folder.parents[1] / MODEL_FILES)

@@ -19,6 +19,7 @@ from meshpar.experiment.config import Run
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint, open_pretrained
+from meshpar.interop.peft import files_of, is_adapter
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.merged import restore_merged
@@ -128,7 +129,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
         raise CheckpointError(f"{path}: there is no such config or folder{hint}")
     if not path.is_dir():
         return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).is_file() or is_adapter(path):
         return _of_pretrained(open_pretrained(path), overrides)
     saved = find(path, include=())
     return _of_checkpoint(path, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
@@ -177,7 +178,7 @@ def _of_pretrained(pretrained: Pretrained, overrides: Sequence[str]) -> Source:
 
 def _model_files(run: Run, run_dir: Path) -> Path | None:
     """The folder with the tokenizer of the model that a run started from, unless its data have another tokenizer."""
-    folders = [run_dir / MODEL_FILES, *([run.init.from_hf] if run.init and run.init.from_hf else [])]
+    folders = [run_dir / MODEL_FILES, *([files_of(run.init.from_hf)] if run.init and run.init.from_hf else [])]
     folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     tokenizer = run.data.tokenizer
     if folder is None or isinstance(run.data, (Synthetic, NoData)) or isinstance(tokenizer, Ids):

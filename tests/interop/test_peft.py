@@ -1,0 +1,207 @@
+"""Adapters of PEFT: read, they give the logits of PEFT; what is not supported, or fits another model, is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import meshpar
+from meshpar import convert
+from meshpar.errors import CheckpointError, Problems
+from meshpar.interop import peft_export
+from meshpar.interop.export import export
+from meshpar.interop.huggingface import open_pretrained
+from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, AdaptedTensor, adapted
+from meshpar.interop.safetensors import tensors_in
+from meshpar.models import GPT, Llama
+from meshpar.nn.lora import LoRA, is_lora
+from meshpar.serve.source import open_source
+from meshpar.tree import flatten_with_paths
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24,
+                         "vocab_size": 32}  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA", "base_model_name_or_path": "../base", "r": 4, "lora_alpha": 6, "bias": "none",
+    "target_modules": ["q_proj", "down_proj"], "fan_in_fan_out": False, "task_type": "CAUSAL_LM",
+    "init_lora_weights": True, "lora_dropout": 0.1, "use_dora": False, "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "use_rslora": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("peft") / "base"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+def write_adapter(base: Path, name: str, matrices: dict[str, tuple[Any, Any]], **changes: Any) -> Path:
+    """Writes the files as PEFT does: module -> (A [rank, in], B [out, rank])."""
+    folder = base.parent / name
+    folder.mkdir(exist_ok=True)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(CONFIG | changes))
+    tensors = {}
+    for module, (a, b) in matrices.items():
+        tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    save_file(tensors, folder / ADAPTER)
+    return folder
+
+
+def drawn(rank: int, size_in: int, size_out: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(rank + size_in + 2 * size_out)
+    return rng.normal(size=(rank, size_in)).astype(np.float32), rng.normal(size=(size_out, rank)).astype(np.float32)
+
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "scales"),
+    [
+        ({}, (4, 4), (6 / 4, 6 / 4)),
+        ({"use_rslora": True}, (4, 4), (6 / 2, 6 / 2)),
+        (
+            {"rank_pattern": {"q_proj": 2, r"^model\.layers\.0.*": 3}, "alpha_pattern": {r"layers.1.mlp.down_proj": 5}},
+            (2, 4), (6 / 2, 5 / 4),
+        ),
+        ({"rank_pattern": {"down_proj": 9}, "use_rslora": True}, (4, 9), (6 / 2, 6 / 3)),
+    ],
+    ids=["plain", "rslora", "patterns", "rslora and patterns"],
+)  # fmt: skip
+def test_an_adapter_adds_scale_times_b_a(base, changes, ranks, scales):
+    matrices = {Q: drawn(ranks[0], 16, 16), DOWN: drawn(ranks[1], 24, 16)}
+    read = open_pretrained(write_adapter(base, "adapter", matrices, **changes)).tensors
+    plain = load_file(base / "model.safetensors")
+    for (module, (a, b)), scale in zip(matrices.items(), scales, strict=True):
+        want = plain[f"{module}.weight"] + scale * (b @ a)
+        np.testing.assert_allclose(read[f"{module}.weight"].read(), want, rtol=1e-6, atol=1e-6)
+        part = read[f"{module}.weight"].read(slice(3, 9), slice(2, 7))
+        np.testing.assert_allclose(part, want[3:9, 2:7], rtol=1e-6, atol=1e-6)
+    other = f"{Q.replace('0', '1')}.weight"
+    np.testing.assert_array_equal(read[other].read(), plain[other])
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "use_dora\n.*is not supported"),
+    "another method": ({"peft_type": "IA3"}, "peft_type\n.*'IA3' is not supported"),
+    "biases": ({"bias": "all"}, "bias\n.*trained biases are not supported"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save\n.*is not supported"),
+    "pissa": ({"init_lora_weights": "pissa"}, "'pissa' changed the weights of the base model"),
+    "a new key": ({"use_new_method": {"a": 1}}, "use_new_method\n.*is not supported"),
+    "a broken pattern": ({"rank_pattern": {"(": 1}}, "rank_pattern\n.*is no object of regular"),
+    "another rank": ({"r": 8}, r"lora_A\[4, 16\] and lora_B\[16, 4\] of rank 8 do not fit"),
+    "no number": ({"lora_alpha": "6"}, "its rank 4 or its lora_alpha '6' is no such number"),
+    "another base": ({"base_model_name_or_path": "meta/llama"}, "'meta/llama' is no folder; nothing is downloaded"),
+    "itself": ({"base_model_name_or_path": "."}, "which is an adapter too"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_supported_is_refused_by_name(base, case):
+    changes, message = WRONG[case]
+    folder = write_adapter(base, "wrong", {Q: drawn(4, 16, 16)}, **changes)
+    if case == "itself":
+        folder = write_adapter(base, "outer", {Q: drawn(4, 16, 16)}, base_model_name_or_path="../wrong")
+    with pytest.raises(CheckpointError, match=message):
+        open_pretrained(folder)
+
+
+def test_an_adapter_of_another_model_is_refused_with_all_that_differs(base):
+    matrices = {Q: drawn(4, 32, 32), "model.layers.7.mlp.down_proj": drawn(4, 24, 16)}
+    with pytest.raises(CheckpointError) as raised:
+        open_pretrained(write_adapter(base, "other", matrices))
+    assert "lora_A[4, 32] and lora_B[32, 4] of rank 4 do not fit the model's matrix[16, 16]" in str(raised.value)
+    assert "model.layers.7.mlp.down_proj\n    the model has no such matrix" in str(raised.value)
+
+
+def test_a_magnitude_of_dora_is_no_matrix_of_lora(base):
+    folder = write_adapter(base, "dora", {Q: drawn(4, 16, 16)})
+    magnitude = {f"base_model.model.{Q}.lora_magnitude_vector": np.ones(16)}
+    save_file(load_file(folder / ADAPTER) | magnitude, folder / ADAPTER)
+    with pytest.raises(CheckpointError, match=r"lora_magnitude_vector\n.*is no matrix of LoRA"):
+        open_pretrained(folder)
+
+
+def test_a_matrix_that_is_stored_as_inputs_by_outputs_is_adapted_in_its_order(tmp_path):
+    """As GPT-2's. PEFT corrects an adapter that says otherwise."""
+    a, b = drawn(2, 6, 6)
+    module = "h.0.attn.c_attn"
+    save_file({f"{module}.weight": np.zeros((6, 6), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(CONFIG | {"r": 2}))
+    name = f"base_model.model.{module}"
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / ADAPTER)
+    tensors = tensors_in(tmp_path / "model.safetensors", Problems())
+    read = adapted(tmp_path, tensors, "h.", [f"{module}.weight"])[f"{module}.weight"].read(slice(1, 4))
+    np.testing.assert_allclose(read, 3 * (b @ a).T[1:4], rtol=1e-6)
+
+
+LLAMA = ("llama", ["blocks.attn.*", "blocks.mlp.down"], 10)
+GPT2 = ("gpt2", ["blocks.attn.q", "blocks.attn.v", "blocks.mlp.*"], 6)
+"""q, k and v are one matrix here, in [in, out]: q and v are adapted, k is not."""
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "vocab_size": 29}
+
+
+def check_adapter(adapter: Path, merged: Path, num: int) -> None:
+    """Whether an adapter gives the merged model, by so many matrices."""
+    read, want = open_pretrained(adapter).tensors, open_pretrained(merged).tensors
+    for name, tensor in read.items():
+        np.testing.assert_allclose(tensor.read(), want[name].read(), rtol=0, atol=1e-6, err_msg=name)
+    assert sum(isinstance(tensor, AdaptedTensor) for tensor in read.values()) == num
+
+
+@pytest.mark.parametrize(("kind", "paths", "num"), [LLAMA, GPT2])
+def test_updates_are_written_as_an_adapter_that_gives_the_merged_model(kind, paths, num, tmp_path):
+    model = Llama(**SMALL) if kind == "llama" else GPT(**SMALL, max_seq_len=8, tie_embeddings=True)
+    lora = LoRA(rank=2, alpha=3, paths=paths)
+    module = model.build(nnx.Rngs(0))
+    lora.adapt(module, nnx.Rngs(1))
+    rng = np.random.default_rng(0)
+    params = {
+        path: jnp.array(rng.normal(size=x.shape), x.dtype) if is_lora(path) else x
+        for path, x in flatten_with_paths(nnx.to_pure_dict(nnx.state(module, nnx.Param))).items()
+    }
+    export(tmp_path / "base", model, {path: x for path, x in params.items() if not is_lora(path)})
+    export(tmp_path / "merged", model, lora.merged(params))
+    peft_export.write_adapter(tmp_path / "adapter", model, lora, params, "../base", None)
+    check_adapter(tmp_path / "adapter", tmp_path / "merged", num)
+
+
+@pytest.mark.slow
+def test_a_run_with_lora_is_written_as_an_adapter_that_gives_the_merged_model(base, tmp_path):
+    settings: Any = {
+        "init": {"from_hf": base}, "lora": {"rank": 2, "alpha": 3, "paths": LLAMA[1]}, "rules": ["fsdp"],
+        "data": {"kind": "synthetic", "batch_size": 8, "seq_len": 8, "vocab_size": 32}, "mesh": {"fsdp": 8},
+        "optim": {"kind": "adamw", "lr": 0.1}, "num_steps": 2, "run_dir": tmp_path / "run", "loggers": [],
+    }  # fmt: skip
+    model: Any = open_pretrained(base).model
+    meshpar.fit(meshpar.Run(model=model, **settings), json=True)
+    convert.to_hf(tmp_path / "run", tmp_path / "merged")
+    convert.to_peft(tmp_path / "run", tmp_path / "adapter")
+    check_adapter(tmp_path / "adapter", tmp_path / "merged", LLAMA[2])
+
+
+def test_the_folder_of_an_adapter_is_that_of_a_model(base, tmp_path):
+    """Its other files are those of the base model; a converted run has its updates in the kernels."""
+    folder = write_adapter(base, "served", {Q: drawn(4, 16, 16)})
+    source = open_source(folder, ["mesh.data=8"])
+    assert source.folder == folder / "../base"
+    run = convert.from_hf(folder, tmp_path / "run", ["mesh.data=8"])
+    convert.to_hf(run.run_dir, tmp_path / "out")
+    want = open_pretrained(folder).tensors[f"{Q}.weight"].read()
+    np.testing.assert_array_equal(open_pretrained(tmp_path / "out").tensors[f"{Q}.weight"].read(), want)
+
+
+def test_a_run_without_lora_has_no_adapter(base, tmp_path):
+    convert.from_hf(base, tmp_path / "plain", ["mesh.data=8"])
+    with pytest.raises(CheckpointError, match="trained without LoRA"):
+        convert.to_peft(tmp_path / "plain", tmp_path / "none")
