@@ -16,7 +16,7 @@ from meshpar import generate
 from meshpar.experiment import actions
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
-from meshpar.planning.machine import EFFICIENCY
+from meshpar.planning.plan import plan
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import open_source
 from meshpar.train.program import on_host
@@ -256,15 +256,12 @@ def test_an_imported_model_is_planned_by_the_operations_of_its_own_step(meshpar)
 
     The step that is counted is the partitioned one. What GSPMD sends over tensor is not known.
     """
-    code, output = meshpar("plan", "config.yaml", "--target", "h100:1x4", "--fix", "num_microbatches=1", "--json")
-    assert code == 0
-    planned = json.loads(output)["ranked"]
-    assert {axis for one in planned for axis in one["layout"]["mesh"]} >= {"fsdp", "tensor"}
+    planned = plan("config.yaml", "h100:1x4", fix=["num_microbatches=1"]).ranked
+    assert {axis for one in planned for axis in one.layout.mesh} >= {"fsdp", "tensor"}
     flops = 6 * (16 * 32 + 32 * 64) * 8 * 8 / 4
     first_layer = 2 * 16 * 32 * 8 * 8 / 4  # its input, a lookup of tokens, has a gradient too
     for one in planned:
-        products = one["terms_s"]["products"] * EFFICIENCY * 1979e12 / 2
-        assert flops - first_layer <= products <= flops + first_layer
+        assert flops - first_layer <= one.work.computes.flops <= flops + first_layer
     mixes = "optim={kind: muon, lr: 1e-2}"  # an optimizer that mixes elements, so that GSPMD lowers its step
     code, output = meshpar("plan", "config.yaml", mixes, "--target", "h100:1x4", "--fix", "mesh.tensor=4")
     assert (code, output) == (
