@@ -210,9 +210,9 @@ def test_rows_of_several_documents_are_packed(on_h100, window):
 
 
 def test_rows_are_packed_some_at_a_time(on_h100, monkeypatch):
-    """Of six rows of 256 tokens, a call with 1,024 tokens takes three: the most that divide them."""
-    monkeypatch.setattr(cudnn, "TOKENS_AT_ONCE", 1024)
+    """Of six rows, a call that may take four takes three: the most that divide them."""
     q, k, v, segments = (jnp.concatenate([x] * 6) for x in inputs())
+    monkeypatch.setattr(cudnn, "MOST_BYTES", 4 * 4 * Cudnn().most_documents * q[0].size)
     arrays = [x.astype("bfloat16") for x in (q, k, v)]
     program = jax.make_jaxpr(with_gradients(of_core(Cudnn())))(*arrays, segments)
     calls = [visit for visit in walk(program) if visit.primitive.startswith("dot_product_attention")]

@@ -31,9 +31,8 @@ from meshpar.sharding.resolve import is_compile_only
 
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
-TOKENS_AT_ONCE = 8192
-"""Tokens of the rows that one call takes, if they have several documents: enough for all cores of a GPU. The memory of
-a call grows with them."""
+MOST_BYTES = 2 << 30
+"""The most memory of the backward of one call that takes several rows of several documents."""
 CUDNN_VERSION = 90_800
 """The version of cuDNN that targets are assumed to have, see `mesh.hardware`."""
 
@@ -45,7 +44,8 @@ class Cudnn(Kernel):
     layers; several documents per row only since Hopper, and on local shards.
 
     Memory: in addition to the result, the log of the softmax's sum, B H S in float32. For rows of several documents M
-    times as much, with M = most_documents, and M H T h in float32 during the backward, with T = max(S, TOKENS_AT_ONCE).
+    times as much, with M = most_documents, and M H S h in float32 for each row of a call in the backward: one row, or as
+    many as need at most MOST_BYTES.
     Source: docs.nvidia.com/deeplearning/cudnn (attention); Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
@@ -134,8 +134,9 @@ def _by_rows(
     sizes: Int[Array, "B M"], offsets: Int[Array, "B M+1"], window: int | None,
 ) -> Float[Array, "B S H h"]:  # fmt: skip
     """Causal attention within each document, some rows at a time."""
-    num_rows, length = q.shape[:2]
-    most = max(1, TOKENS_AT_ONCE // length)
+    num_rows = q.shape[0]
+    row_bytes = 4 * sizes.shape[1] * q[0].size
+    most = max(1, MOST_BYTES // row_bytes)
     at_once = max(rows for rows in range(1, min(most, num_rows) + 1) if num_rows % rows == 0)
     if at_once == num_rows:
         return _packed(q, k, v, sizes, offsets, window)
