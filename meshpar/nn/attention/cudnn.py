@@ -44,8 +44,8 @@ class Cudnn(Kernel):
     layers; several documents per row only since Hopper, and on local shards.
 
     Memory: in addition to the result, the log of the softmax's sum, B H S in float32. For rows of several documents M
-    times as much, with M = most_documents, and M H S h in float32 for each row of a call in the backward: one row, or as
-    many as need at most MOST_BYTES.
+    times as much, with M = most_documents, and M H S h in float32 for each row of a call in the backward: one row, or
+    as many as need at most MOST_BYTES.
     Source: docs.nvidia.com/deeplearning/cudnn (attention); Dao 2023 (FlashAttention-2), arXiv:2307.08691.
     """
 
