@@ -82,6 +82,7 @@ from .train.data import (
     NoData,
     Numpy,
     Parquet,
+    Preferences,
     StandardLibrary,
     Synthetic,
     Text,
@@ -90,6 +91,7 @@ from .train.data import (
 from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
 from .train.loss import Distill, LossConfig, LossSums
+from .train.preferences import DPO, ORPO
 from .train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
 from .train.tasks import Classify, Contrastive, MaskedTokens, Regress
 from .train.training import Training
@@ -99,7 +101,9 @@ from .verification.verify import verify
 __version__: str
 
 __all__ = [
+    "DPO",
     "GPT",
+    "ORPO",
     "SGD",
     "ZBV",
     "Adafactor",
@@ -179,6 +183,7 @@ __all__ = [
     "PlanError",
     "Planned",
     "Precision",
+    "Preferences",
     "Prepared",
     "ProgramError",
     "Prometheus",

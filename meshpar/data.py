@@ -16,6 +16,7 @@ from meshpar.train.data import (
     NoData,
     Numpy,
     Parquet,
+    Preferences,
     StandardLibrary,
     Synthetic,
     Text,
@@ -24,5 +25,5 @@ from meshpar.train.data import (
 
 __all__ = [
     "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet",
-    "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Preferences", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip

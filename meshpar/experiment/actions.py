@@ -47,7 +47,7 @@ from meshpar.regular import nearby, remote
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
-from meshpar.train.data import Ids
+from meshpar.train.data import Ids, Preferences
 from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.data.order import Order, resumed
 from meshpar.train.evaluate import Callback, LazyEvaluation, reads
@@ -533,7 +533,7 @@ def _measure(prepared: Prepared) -> Measure | None:
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     """tokens/s -> model FLOPs utilization; None if the chip's speed is unknown or the operations cannot be counted."""
     chip = chip_of(jax.devices()[0])
-    if chip is None or isinstance(prepared.run.data, RowData):  # whose losses count rows, or parts of them
+    if chip is None or isinstance(prepared.run.data, (RowData, Preferences)):  # whose losses count rows, or parts
         return None
     try:
         flops = prepared.model_flops / (prepared.run.data.batch_size * prepared.run.data.seq_len)

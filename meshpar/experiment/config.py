@@ -34,6 +34,7 @@ from meshpar.sharding.rules import AxisRules, Rules
 from meshpar.train.data import Data as Tokens
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Distill, LossConfig
+from meshpar.train.preferences import DPO, ORPO
 from meshpar.train.records.loggers import Logger, TensorBoard
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 
@@ -41,8 +42,10 @@ Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
 """One of meshpar's models, or a user's Flax model."""
 Data = Annotated[Tokens | ImportedData, pydantic.Field(discriminator="kind")]
 """Packed tokens, or rows of arrays."""
-AnyLoss = Annotated[LossConfig | Classify | Regress | MaskedTokens | Contrastive, pydantic.Field(discriminator="kind")]
-"""The next token's cross entropy or a user's own loss; or a loss by name, of an imported model."""
+AnyLoss = Annotated[
+    LossConfig | Classify | Regress | MaskedTokens | Contrastive | DPO | ORPO, pydantic.Field(discriminator="kind")
+]
+"""The next token's cross entropy or a user's own loss; a loss by name, of an imported model; or one of preferences."""
 Float = Literal["bfloat16", "float32", "float64"]
 
 
@@ -127,7 +130,7 @@ class Run(Config):
     model: Section[Model]
     """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
     loss: Coerced[AnyLoss, str | dict[str, Any]] = default(LossConfig())
-    """The loss to minimize: that of the next token, a loss by name, or your own as `package.module:name`."""
+    """The loss to minimize: of the next token, of preferences, by name, or your own as `package.module:name`."""
     data: Section[Data]
     """The training data, and how it is cut into batches."""
     optim: Section[Optimizer]

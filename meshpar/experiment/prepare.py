@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
+from meshpar.train.preferences import REFERENCE, Preference
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
@@ -144,7 +146,7 @@ class Prepared(Training):
         placed = self.placement
         own = placed.carried.get(SLICES, {})
         sharded = jax.tree.leaves(placed.sharded)
-        stored = jax.tree.leaves((placed.params, own.get("params")))
+        stored = jax.tree.leaves((placed.params, own.get("params"), placed.carried.get(REFERENCE)))
         others = (own.get("opt_state"), own.get("rounding"), own.get("means"))
         optimizer = jax.tree.leaves((placed.opt_state, *others))
         frozen = [path in placed.frozen for path in flatten_with_paths(placed.sharded)]
@@ -161,7 +163,20 @@ class Prepared(Training):
             what += f" for each of {local.fragments} fragments" if local.fragments > 1 else ""
             what += f", {local.overlap_steps} steps late" if local.overlap_steps else ""
             found = found | {KEY: what + (f", from step {local.start} on" if local.start else "")}
+        if reference := self._described_reference:
+            found = found | {"loss": reference}
         return found | ({"parallel.pipeline": self.described_cut} if self.described_cut else {})
+
+    @property
+    def _described_reference(self) -> str | None:
+        """The model that a loss of preferences compares with, as text; None for other losses."""
+        if not isinstance(self.run.loss, Preference) or not self.run.loss.has_reference:
+            return None
+        if REFERENCE not in self.carried:
+            return "the reference is the model without its LoRA: no second copy"
+        placed = jax.tree.leaves(self.placement.carried[REFERENCE])
+        size = human_bytes(sum(math.prod(p.local_shape) * p.spec.dtype.itemsize for p in placed))
+        return f"the reference is a second copy of the first parameters: {size} a device"
 
     @property
     def updates(self) -> dict[str, str]:
@@ -286,6 +301,8 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init
         model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
+    if model.has_reference:
+        model = replace(model, carried={REFERENCE: specs})
     precision = run.precision
     wrapping = Wrapping(
         prune=run.prune, ema=run.optim.ema, master_dtype=precision.master, rounding=precision.rounding,

@@ -30,7 +30,9 @@ from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
+from meshpar.train.data import Preferences
 from meshpar.train.loss import LossConfig
+from meshpar.train.preferences import Preference
 from meshpar.train.rows.config import RowData
 from meshpar.train.tasks import Contrastive, NamedLoss
 from meshpar.tree import flatten_with_paths
@@ -100,8 +102,9 @@ def task_of(run: Run) -> Task:
     """The task of the run's model: the loss, the data and the adapters."""
     named = run.loss if isinstance(run.loss, NamedLoss) else None
     loss = run.loss if isinstance(run.loss, LossConfig) else LossConfig()
+    preference = run.loss if isinstance(run.loss, Preference) else None
     return Task(
-        loss=loss, named=named, rules=run.rules, seed=run.seed, adapter=run.lora,
+        loss=loss, named=named, preference=preference, rules=run.rules, seed=run.seed, adapter=run.lora,
         seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, distill=run.distill,
         has_documents=run.data.documents_in_row == "separate", arrays=run.data.array_specs(),
     )  # fmt: skip
@@ -151,6 +154,36 @@ def _check_task(run: Run, num_passes: int, problems: Problems) -> None:
     if isinstance(run.loss, Contrastive) and (num_passes > 1 or run.parallel.local):
         what = "each row is compared with all rows of the batch, which this run computes in parts"
         problems.add("loss.kind = contrastive", what, "num_microbatches=1, no parallel.pipeline and no parallel.local")
+    _check_preferences(run, problems)
+
+
+def _check_preferences(run: Run, problems: Problems) -> None:
+    """Checks what a loss of pairs needs, and what it cannot be combined with."""
+    has_pairs = isinstance(run.data, Preferences)
+    if has_pairs and run.data.documents_in_row != "separate":
+        what = "the rejected answer would attend to the chosen one, which is in the same row"
+        problems.add("data.documents_in_row", what, "data.documents_in_row=separate")
+    if not isinstance(run.loss, Preference):
+        if has_pairs:
+            what = "these are pairs of answers, and this loss would learn the rejected ones too"
+            problems.add(f"data.kind = {run.data.kind}", what, "loss.kind=dpo or orpo, or data.kind=chat")
+        return
+    where = f"loss.kind = {run.loss.kind}"
+    if not has_pairs:
+        problems.add(where, "it compares pairs of answers, and these data have none", "data.kind=preferences")
+    if not run.model.has_own_layers:
+        what = "it reads the logits of meshpar's own decoders, and this model has a loss of its own"
+        problems.add(where, what, "model.kind=llama or gpt")
+    if run.parallel.pipeline:
+        problems.add(where, "stages sum the loss of tokens, and this one is of whole answers", "no parallel.pipeline")
+    if run.distill:
+        problems.add(where, "a teacher is for the loss of the next token", "no distill, or loss.kind=next_token")
+    if run.loss.has_reference and run.parallel.local and not run.lora:
+        what = "slices do not carry the second copy of the parameters that is the reference"
+        problems.add(where, what, "lora, whose reference is the model without it, or no parallel.local")
+    if run.rules.table.get("seq"):
+        what = "an answer's log-probability is a sum over its row, whose tokens these rules divide"
+        problems.add(where, what, "rules.seq=[]")
 
 
 def _check_precision(run: Run, problems: Problems) -> None:

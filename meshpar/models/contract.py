@@ -27,6 +27,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Distill, Loss, LossConfig
+from meshpar.train.preferences import Preference
 from meshpar.train.step import StateParams
 from meshpar.train.tasks import NamedLoss
 
@@ -84,6 +85,7 @@ class Task:
       mesh: the mesh of the program that is made; None where none is.
       arrays: the arrays of a batch, of data that are rows of arrays; None for packed tokens.
       named: the loss of rows of arrays that the config names.
+      preference: the loss of pairs of answers.
     """
 
     loss: LossConfig
@@ -97,6 +99,7 @@ class Task:
     mesh: AnyMesh | None = None
     arrays: Mapping[str, ArraySpec] | None = None
     named: NamedLoss | None = None
+    preference: Preference | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,7 @@ class ModelProgram:
       parts: the model's parts for a pipeline; None if it cannot be divided into stages.
       of_rows: see `Training`.
       bounds: array of labels -> the number of classes.
+      has_reference: whether the loss needs the first parameters, in the carried state.
     """
 
     specs: Any
@@ -129,6 +133,7 @@ class ModelProgram:
     is_of_whole_arrays: bool = False
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     bounds: Mapping[str, int] = field(default_factory=dict)
+    has_reference: bool = False
 
 
 class ModelContract(Config):

@@ -18,12 +18,14 @@ from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.layer_loops import BLOCKS
+from meshpar.nn.lora import without_lora
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import LossConfig, count_targets, next_token_loss, summed_over_tokens
+from meshpar.train.preferences import carried_reference
 from meshpar.tree import flatten_with_paths
 
 MATMUL = {
@@ -60,17 +62,33 @@ class DecoderModel(Decoder, ModelContract):
         each = task.loss.each(self.vocab_size, task.distill)
         plain = LossConfig().each(self.vocab_size)
         loss, evaluation = (partial(summed_over_tokens, each=one, chunk=task.loss.chunk) for one in (each, plain))
+        specs = describe(abstract)
+        copies_reference = False
+        if preference := task.preference:
+            reference = None
+            if preference.has_reference:
+                copies_reference = not task.adapter
+                dims = jax.tree.map(lambda spec: spec.dims, specs)
+                reference = without_lora if task.adapter else carried_reference(dims)
+            of_step, of_evaluation = (
+                preference.build(forward, self.vocab_size, reference, adds_auxiliary)
+                for adds_auxiliary in (True, False)
+            )
+        else:
+            of_step = task.loss.build(forward, self.vocab_size, task.distill)
+            of_evaluation = next_token_loss(forward, self.vocab_size, task.loss.chunk)
         return ModelProgram(
-            specs=describe(abstract),
+            specs=specs,
             init=init,
-            loss=task.loss.build(forward, self.vocab_size, task.distill),
-            evaluation=next_token_loss(forward, self.vocab_size, task.loss.chunk),
+            loss=of_step,
+            evaluation=of_evaluation,
             rules=task.rules,
             forward=forward,
             uses_rng=self.dropout > 0,
             state=RouterState(self.experts) if self.experts else None,
             parts=parts(abstract, loss, evaluation, count_targets),
             has_own_arrays=self.has_own_arrays,
+            has_reference=copies_reference,
         )
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
@@ -121,7 +139,9 @@ class DecoderModel(Decoder, ModelContract):
         positions = task.seq_len // ctx.shards("seq")
         return (
             {
-                "loss.chunk": describe_chunk(task.loss.chunk, rows, positions, self.hidden_size, vocab),
+                "loss.chunk": describe_chunk(
+                    "none" if task.preference else task.loss.chunk, rows, positions, self.hidden_size, vocab
+                ),
                 "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
             }
             | ({"parallel.context": shared} if shared else {})

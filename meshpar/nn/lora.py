@@ -19,8 +19,9 @@ from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.nn.experts.mlp import ExpertProjection
 from meshpar.nn.layers import STACKED, LowRank, Projection, filled, normal
 from meshpar.nn.quantized_kernel import QuantizedKernel
+from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
-from meshpar.tree import matching
+from meshpar.tree import map_with_path, matching
 
 NAME = "lora"
 Adapted = Projection | ExpertProjection
@@ -98,6 +99,11 @@ class LoRA(Config):
 def is_lora(path: str) -> bool:
     """Whether the parameter at this path was added by LoRA."""
     return NAME in path.split(".")
+
+
+def without_lora(params: Any, _: Any = None) -> Any:
+    """The parameters of the model that LoRA adapts: its updates are zero."""
+    return map_with_path(lambda path, x: varying_like(jnp.zeros_like(x), x) if is_lora(path) else x, params)
 
 
 def projections(model: nnx.Module) -> dict[str, Adapted]:

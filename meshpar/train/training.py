@@ -41,6 +41,7 @@ from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss
+from meshpar.train.preferences import REFERENCE
 from meshpar.train.program import batch_structs, compile_program, with_rows
 from meshpar.train.slices import Slices, place_slices, slice_gradients
 from meshpar.train.stage_cut import describe_cut, product_flops
@@ -143,6 +144,8 @@ class Training:
                 dims.add("stage")  # the loss is cut into stages
         frozen = for_good(self.frozen)
         placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
+        if REFERENCE in placed.carried:  # stored as the parameters are, also under ZeRO-1
+            placed = replace(placed, carried=placed.carried | {REFERENCE: placed.params})
         error_feedback = place_error_feedback(placed.trained, self.ctx.in_slice)
         return replace(placed, carried=placed.carried | error_feedback) if error_feedback else placed
 
@@ -437,6 +440,7 @@ class Training:
             opt_state = self.update.tx.init(trained)
             with self._of_the_model():
                 carried = self.init_carried(key)
+            carried = carried | {REFERENCE: params} if REFERENCE in self.carried else carried
             carried = carried | zeros(error_feedback) if error_feedback else carried
             if slices is None:
                 return opt_state, carried

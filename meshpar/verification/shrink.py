@@ -9,7 +9,7 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models.reference import Scale, least_factor
 from meshpar.parallel.pipeline.schedule import ScheduleFile
-from meshpar.train.data import Synthetic
+from meshpar.train.data import Ids, Preferences, Synthetic
 
 MOST_DEVICES = 8
 
@@ -35,14 +35,22 @@ def shrink(run: Run) -> Run:
     batch_size = 2 * passes * scale.now("batch")
     vocabulary = model.vocabulary()
     vocab_size = vocabulary.size if vocabulary else run.data.vocab_size
+    data = Synthetic(
+        batch_size=batch_size,
+        seq_len=scale.small_seq_len,
+        vocab_size=vocab_size,
+        documents_in_row=run.data.documents_in_row,
+    )
+    if isinstance(run.data, Preferences):  # nothing reads its files
+        sizes = {
+            "batch_size": batch_size,
+            "seq_len": scale.small_seq_len,
+            "tokenizer": Ids(vocab_size=vocab_size, bos=0),
+        }
+        data = run.data.model_copy(update=sizes)
     changes = {
         "model": model,
-        "data": Synthetic(
-            batch_size=batch_size,
-            seq_len=scale.small_seq_len,
-            vocab_size=vocab_size,
-            documents_in_row=run.data.documents_in_row,
-        ),
+        "data": data,
         "mesh": mesh,
         "num_microbatches": num_microbatches,
         "parallel": parallel,

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.chat.corpus import Chat
+from meshpar.train.data.chat.preferences import Preferences
 from meshpar.train.data.corpus import NoData, StandardLibrary, Synthetic, Text
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
@@ -15,7 +16,7 @@ from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 __all__ = [
     "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy",
-    "Parquet", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Parquet", "Preferences", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
-Data = Annotated[AnyCorpus | Mixture | NoData, Field(discriminator="kind")]
+Data = Annotated[AnyCorpus | Mixture | NoData | Preferences, Field(discriminator="kind")]

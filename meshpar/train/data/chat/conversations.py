@@ -19,6 +19,9 @@ SHARE_GPT = {
 FORMS = "messages, or prompt and completion, or conversations (ShareGPT's form)"
 
 
+PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages'
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A conversation, as a template reads it.
@@ -49,7 +52,39 @@ def read(value: Any) -> Conversation:
     """
     if not isinstance(value, dict):
         raise ValueError("is not a JSON object", '{"messages": [{"role": ..., "content": ...}]}')
-    messages, first_learned = _messages(value)
+    return _conversation(value, *_messages(value))
+
+
+def read_pair(value: Any) -> tuple[Conversation, Conversation]:
+    """The conversations with the chosen and with the rejected answer, in an object of a file.
+
+    Raises:
+      ValueError: (what is wrong), or (what is wrong, the fix).
+
+    >>> chosen, rejected = read_pair({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
+    >>> chosen.messages[1], rejected.messages[1]
+    ({'role': 'assistant', 'content': '4'}, {'role': 'assistant', 'content': '5'})
+    """
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object", PAIR)
+    if missing := [key for key in ("chosen", "rejected") if key not in value]:
+        near = nearest(missing[0], value)
+        raise ValueError(f"has no {' and no '.join(missing)}", f"rename {near} to {missing[0]}" if near else PAIR)
+    chosen, rejected = (_side(value[key], key, "assistant") for key in ("chosen", "rejected"))
+    if "prompt" in value:
+        before = len(_side(value["prompt"], "prompt", "user"))
+        # Each side has dicts of its own: reading a message changes it.
+        chosen, rejected = (_side(value["prompt"], "prompt", "user") + side for side in (chosen, rejected))
+    else:
+        before = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        if not before:
+            raise ValueError("has no prompt, and its two sides do not begin with the same messages", PAIR)
+    if chosen == rejected:
+        raise ValueError("prefers an answer to the same answer", "leave it out")
+    return _conversation(value, chosen, before), _conversation(value, rejected, before)
+
+
+def _conversation(value: dict[str, Any], messages: list[dict[str, Any]], first_learned: int) -> Conversation:
     for at, message in enumerate(messages):
         _check(message, f"message {at + 1}")
     weights = [message.pop("weight", 1) for message in messages]
@@ -99,6 +134,10 @@ def _messages(value: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         turns = [_of_share_gpt(turn) for turn in _list(value["conversations"], "conversations")]
         has_system = isinstance(value.get("system"), str) and value["system"]
         return ([{"role": "system", "content": value["system"]}] if has_system else []) + turns, 0
+    if "chosen" in value:
+        raise ValueError(
+            "is a pair of answers, and no conversation", "data.kind=preferences, and loss.kind=dpo or orpo"
+        )
     near = nearest("messages", value)
     what = f"has the keys {sorted(value)}, and no conversation"
     raise ValueError(what, f"rename {near} to messages" if near else FORMS)

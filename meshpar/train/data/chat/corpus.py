@@ -5,31 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date as Date
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import field_validator
 
-from meshpar.config import Coerced, default
 from meshpar.errors import ConfigError, DataError, DataWarning, Problems
 from meshpar.train.data.chat.conversations import read
-from meshpar.train.data.chat.rows import ConversationRows, Piece
+from meshpar.train.data.chat.rendered import Rendered
+from meshpar.train.data.chat.rows import ConversationRows, Piece, piece_of
 from meshpar.train.data.chat.targets import Encoded, Encoder, UnsuitableTemplateError
-from meshpar.train.data.chat.template import TEMPLATE, TOOL_USE, ChatTemplate, read_template
-from meshpar.train.data.corpus import AtPath, Corpus
-from meshpar.train.data.documents import HEADING, is_held_out, no_data, share
-from meshpar.train.data.files import named
+from meshpar.train.data.documents import HEADING, is_held_out, share
 from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
-from meshpar.train.data.special_tokens import FILES, end_ids
-from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 IfLonger = Literal["refuse", "truncate", "split", "drop"]
 
 
-class Chat(AtPath, Corpus):
+class Chat(Rendered):
     """Files with one conversation per line. The chat template beside the tokenizer renders it, and answers are learned.
 
     A line is a JSON object with `messages` (and `tools`), with `prompt` and `completion`, or with ShareGPT's
@@ -41,50 +33,12 @@ class Chat(AtPath, Corpus):
     """
 
     kind: Literal["chat"] = "chat"
-    glob: str = "**/*.jsonl"
-    tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
-    """The `tokenizer.json` of the model. The files beside it have the template and the ids at which the model stops."""
     if_longer: IfLonger = "refuse"
     """What happens to a conversation of more than `seq_len` tokens: an error; its end is cut off; it becomes several
     pieces, which do not attend to each other; or it is left out. What has no target then is left out too."""
     answers: Literal["together", "apart"] = "together"
     """Whether all answers of a conversation are learned in one text; or each in its own, after the prompt that the
     model sees when it answers, for templates that write earlier answers in another way."""
-    date: str | None = None
-    """What a template that writes today's date writes: `2026-11-26`. Default: such a template is refused."""
-    template_options: dict[str, Any] = default({})
-    """Further variables of the template, such as `enable_thinking: false`."""
-
-    @field_validator("tokenizer")
-    @classmethod
-    def _is_file(cls, value: Tokenizer) -> Tokenizer:
-        if not isinstance(value, TokenizerFile):
-            raise ValueError(f"conversations need a tokenizer file, and the template beside it, not {value.kind}")
-        return value
-
-    @field_validator("date")
-    @classmethod
-    def _is_date(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                Date.fromisoformat(value)
-            except ValueError:
-                raise ValueError(f"{value!r} is no date such as 2026-11-26") from None
-        return value
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
-
-    @property
-    def _file(self) -> TokenizerFile:
-        assert isinstance(self.tokenizer, TokenizerFile)  # validated
-        return self.tokenizer
-
-    def named_files(self) -> dict[str, Path]:
-        beside = {f"data.tokenizer: {name}": self._file.folder / name for name in (TEMPLATE, TOOL_USE, *FILES)}
-        there = {name: path for name, path in beside.items() if path.is_file()}
-        return named(self.files(), self.root) | {"data.tokenizer": Path(self._file.path)} | there
 
     def rows(self) -> tuple[ConversationRows, ConversationRows]:
         examples = self.examples()
@@ -108,7 +62,7 @@ class Chat(AtPath, Corpus):
           DataWarning: conversations were cut or left out, with their number; or no answer teaches the model to stop.
         """
         files = self.files()
-        encoder = self.encoder
+        encoder = self.encoder(self.answers == "apart")
         found = list(self._examples(files, encoder))
         longer = [one for one in found if one.size > self.seq_len]
         kept = [one for one in found if one.pieces]
@@ -124,25 +78,6 @@ class Chat(AtPath, Corpus):
             what = f"{len(longer)} of {len(found)} conversations are longer than data.seq_len = {self.seq_len}"
             warnings.warn(f"{what}: {done}{without}", DataWarning, stacklevel=2)
         return kept
-
-    @property
-    def encoder(self) -> Encoder:
-        """Encodes conversations.
-
-        Raises:
-          DataError: there is no template, or a file cannot be read.
-        """
-        tokenizer, folder = self._file, self._file.folder
-        ends = {one for one in (*end_ids(folder), tokenizer.eos) if one is not None}
-        day = datetime.fromisoformat(self.date) if self.date else None
-        return Encoder(tokenizer, self._template, ends, self.answers == "apart", day, self.template_options)
-
-    @property
-    def _template(self) -> ChatTemplate:
-        if (template := read_template(self._file.folder)) is None:
-            fix = f"put the model's {TEMPLATE} beside it, or its tokenizer_config.json"
-            raise no_data(f"data.tokenizer = {self._file.path!r}", "there is no chat template beside it", fix)
-        return template
 
     def _examples(self, files: list[Path], encoder: Encoder) -> Iterator[Example]:
         problems = Problems()
@@ -189,10 +124,8 @@ class Example:
 
 
 def _example(encoded: Encoded, of_share: float, seq_len: int, if_longer: IfLonger) -> Example:
-    """Each token predicts the next; what follows the last target teaches nothing, and is left out."""
-    ids = encoded.ids.astype(np.int32)
-    targets = np.where(encoded.is_learned[1:], ids[1:], np.int32(-1))
-    size = int(np.flatnonzero(targets >= 0)[-1]) + 1 if (targets >= 0).any() else 0
+    ids, targets = piece_of(encoded)
+    size = len(ids)
     starts = range(0, size, seq_len)
     if size > seq_len:
         starts = {"refuse": (), "drop": (), "truncate": (0,), "split": starts}[if_longer]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from meshpar.train.data.chat.targets import Encoded
 from meshpar.train.data.packing import Batch
 
 
@@ -19,6 +20,14 @@ class Piece(NamedTuple):
 
     tokens: np.ndarray
     targets: np.ndarray
+
+
+def piece_of(encoded: Encoded) -> Piece:
+    """Each token predicts the next; what follows the last target teaches nothing, and is left out."""
+    ids = encoded.ids.astype(np.int32)
+    targets = np.where(encoded.is_learned[1:], ids[1:], np.int32(-1))
+    size = int(np.flatnonzero(targets >= 0)[-1]) + 1 if (targets >= 0).any() else 0
+    return Piece(ids[:size], targets[:size])
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,6 +39,7 @@ class ConversationRows:
       num_documents: the conversations.
       pad: the token of padding.
       joined: whether a token attends to all earlier tokens of its row.
+      of_row: the number of pieces of each row, in their order. Default: as many as it has room for, in any order.
 
     >>> pieces = [Piece(np.array([1, 2, 3]), np.array([-1, 3, 4])), Piece(np.array([5]), np.array([6]))]
     >>> for name, array in ConversationRows(pieces, 2, seq_len=4, pad=0).batch([0]).items():
@@ -45,6 +55,7 @@ class ConversationRows:
     seq_len: int
     pad: int
     joined: bool = False
+    of_row: int | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -76,6 +87,9 @@ class ConversationRows:
 
     @cached_property
     def _rows(self) -> list[list[int]]:
+        if self.of_row:
+            at = range(len(self.pieces))
+            return [list(at[start : start + self.of_row]) for start in at[:: self.of_row]]
         return packed([len(piece.tokens) for piece in self.pieces], self.seq_len)
 
 

@@ -1,0 +1,169 @@
+"""Losses of preferences: of two answers to a prompt, the model learns to prefer the chosen one to the rejected one.
+
+A row of a batch is a pair. Its tokens of segment 1 are the prompt and the chosen answer, those of segment 2 the prompt
+and the rejected answer; neither attends to the other. So microbatches and devices have whole pairs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from pydantic import Field
+
+from meshpar.config import Config
+from meshpar.parallel import data, tensor
+from meshpar.parallel.batch import Batch
+from meshpar.parallel.outputs import Outputs
+from meshpar.train.loss import Loss, LossSums
+
+REFERENCE = "reference"
+"""The key in the carried state of the parameters with which a run began, where the loss compares with them."""
+CHOSEN, REJECTED = 1, 2
+"""The segments of a row."""
+Reference = Callable[[Any, Any], Any]
+"""(parameters, carried state) -> the parameters of the reference model."""
+
+
+class Answers(NamedTuple):
+    """Of both answers of each pair, the chosen one first: float[rows, 2].
+
+    Args:
+      log_probs: the sum of the log-probabilities of the answer's tokens.
+      sizes: the number of these tokens.
+    """
+
+    log_probs: jax.Array
+    sizes: jax.Array
+
+    @property
+    def are_pairs(self) -> jax.Array:
+        """bool[rows]: whether the row has both answers; a row that fills the last batch has none."""
+        return (self.sizes > 0).all(-1)
+
+    @property
+    def means(self) -> jax.Array:
+        """The mean log-probability of a token of each answer."""
+        return self.log_probs / jnp.maximum(self.sizes, jnp.ones_like(self.sizes))
+
+
+class Preference(Config):
+    """A loss of pairs of answers. Its mean is over pairs, in evaluations too."""
+
+    target: ClassVar[None] = None
+    has_reference: ClassVar[bool]
+    """Whether it compares the model with the one that it was at first."""
+
+    @abstractmethod
+    def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of each pair and its metrics, float[rows] each."""
+
+    def build(
+        self, apply: Callable[..., Outputs], vocab_size: int, reference: Reference | None, adds_auxiliary: bool
+    ) -> Loss:
+        """The loss of a step; or without the model's auxiliary losses, which are only reported, of an evaluation."""
+
+        def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
+            outputs = apply(params, batch, key)
+            found = of_answers(outputs.logits, batch, vocab_size)
+            base = None
+            if reference is not None:
+                frozen = lax.stop_gradient(reference(params, carried))
+                base = of_answers(apply(frozen, batch, None).logits, batch, vocab_size)
+                base = Answers(*lax.stop_gradient(base))
+            count = found.are_pairs.sum(dtype=jnp.int32)
+            each, metrics = self.of_pairs(found, base)
+            total, sums = jax.tree.map(
+                lambda x: jnp.where(found.are_pairs, x, jnp.zeros_like(x)).sum(), (each, metrics)
+            )
+            sums = outputs.sums(count) | sums
+            for name in outputs.losses if adds_auxiliary else ():
+                total += sums[name].astype(total.dtype)
+            return LossSums(total, count, sums, carried if outputs.state is None else outputs.state)
+
+        return loss
+
+
+class DPO(Preference):
+    """Direct preference optimization: `-log sigmoid(beta * (difference of the chosen answer - of the rejected one))`.
+
+    An answer's difference is its log-probability minus that of the reference model. `beta` times it is its reward. The
+    reference is the model at the start of the run: with LoRA the model without it, else a second copy.
+
+    Source: Rafailov et al. 2023, arXiv:2305.18290.
+    """
+
+    has_reference: ClassVar = True
+    kind: Literal["dpo"] = "dpo"
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """How far the model may go from the reference: a larger one keeps it nearer."""
+
+    def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        assert reference is not None, "has_reference"
+        rewards = self.beta * (answers.log_probs - reference.log_probs)
+        margin = rewards[:, 0] - rewards[:, 1]
+        return jax.nn.softplus(-margin), _metrics(rewards, margin)
+
+
+class ORPO(Preference):
+    """Odds ratio preference optimization: `-log P(chosen) - weight * log sigmoid(log(odds(chosen) / odds(rejected)))`.
+
+    `log P` is the mean log-probability of an answer's tokens, and `odds = P / (1 - P)`. No reference model is needed.
+    `weight * log P` is an answer's reward.
+
+    Source: Hong et al. 2024, arXiv:2403.07691.
+    """
+
+    has_reference: ClassVar = False
+    kind: Literal["orpo"] = "orpo"
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """Weight of the odds ratio, lambda in the paper, beside the chosen answer's cross entropy."""
+
+    def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        means = answers.means
+        odds = means - _log_of_rest(means)
+        ratio = odds[:, 0] - odds[:, 1]
+        each = self.weight * jax.nn.softplus(-ratio) - means[:, 0]
+        rewards = self.weight * means
+        own = {"cross_entropy": -means[:, 0], "log_odds_ratio": ratio}
+        return each, _metrics(rewards, rewards[:, 0] - rewards[:, 1], means) | own
+
+
+def _metrics(rewards: jax.Array, margin: jax.Array, scores: jax.Array | None = None) -> dict[str, jax.Array]:
+    """How often the chosen answer has the higher score, by default the reward; and the rewards. Equal scores count 1/2,
+    as those of a model that is its reference do."""
+    scores = rewards if scores is None else scores
+    accuracy = (1 + jnp.sign(scores[:, 0] - scores[:, 1])) / 2
+    of_each = {"reward_chosen": rewards[:, 0], "reward_rejected": rewards[:, 1]}
+    return {"reward_accuracy": accuracy, "reward_margin": margin} | of_each
+
+
+def _log_of_rest(log_p: jax.Array) -> jax.Array:
+    """`log(1 - p)` of `log p`, exact near both ends. A probability that rounds to 1 counts as the one before it."""
+    below = jnp.minimum(log_p, -jnp.asarray(jnp.finfo(log_p.dtype).eps, log_p.dtype))
+    is_likely = below > -0.6931471805599453  # more than one half
+    low = jnp.where(is_likely, -jnp.ones_like(below), below)
+    return jnp.where(is_likely, jnp.log(-jnp.expm1(below)), jnp.log1p(-jnp.exp(low)))
+
+
+def of_answers(logits: jax.Array, batch: Batch, vocab_size: int) -> Answers:
+    """The log-probabilities of both answers of each row."""
+    targets, segments = batch["targets"], batch["segments"]
+    is_target = targets >= 0
+    nll = tensor.cross_entropy(logits, jnp.where(is_target, targets, 0), vocab_size)
+    of = jnp.stack([is_target & (segments == one) for one in (CHOSEN, REJECTED)], axis=1)
+    log_probs = -jnp.where(of, nll[:, None], jnp.zeros_like(nll)[:, None]).sum(-1)
+    return Answers(log_probs, of.sum(-1).astype(nll.dtype))
+
+
+def carried_reference(dims: Any) -> Reference:
+    """The parameters in the carried state, which are stored as those of the model are.
+
+    Args:
+      dims: the names of the dims of each parameter.
+    """
+    return lambda params, carried: data.gather_params(carried[REFERENCE], dims)
