@@ -32,6 +32,7 @@ from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
 from .interop.flax_model import Import
+from .interop.imported_callback import ImportedCallback
 from .interop.imported_data import ImportedData
 from .interop.layers import layers
 from .interop.training import training
@@ -146,6 +147,7 @@ __all__ = [
     "Generated",
     "Ids",
     "Import",
+    "ImportedCallback",
     "ImportedData",
     "Init",
     "Inspection",

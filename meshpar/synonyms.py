@@ -60,6 +60,14 @@ _NAMES = {
     "float64": "fp64",
     "rank": "lora_r r",
     "alpha": "lora_alpha",
+    # events
+    "on_step_end": "on_batch_end on_batch_ends on_train_batch_end on_optimizer_step",
+    "on_step_begin": "on_batch_begin on_train_batch_begin on_train_batch_start on_batch_start",
+    "on_evaluation_begin": "on_test_begin on_validation_start on_validation_epoch_start",
+    "on_evaluation_end": "on_test_end on_validation_end on_validation_epoch_end on_evaluate",
+    "on_checkpoint": "on_save on_save_checkpoint",
+    "on_train_begin": "on_fit_start on_train_start",
+    "on_train_end": "on_fit_end",
     # axes
     "mesh.data data": "dp data_parallel_size",
     "mesh.data replicated data": "ddp data_parallel",

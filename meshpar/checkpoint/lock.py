@@ -37,7 +37,7 @@ def hold(folder: Path) -> Iterator[bool]:
 
         def acquire() -> None:
             nonlocal locked
-            locked = stack.enter_context(_locked(folder))
+            locked = stack.enter_context(hold_alone(folder))
 
         on_all(acquire if jax.process_index() == 0 else lambda: None)
         yield locked
@@ -69,7 +69,7 @@ def check_unheld(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def hold_alone(folder: Path) -> Iterator[bool]:
     path = folder / FILE
     try:
         make_folder(folder)

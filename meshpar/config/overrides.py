@@ -17,14 +17,14 @@ def override(
     root: type[Config], data: Any, overrides: Sequence[str], sources: dict[str, str], problems: Problems
 ) -> Any:
     """The data with all overrides applied; `sources` receives their keys."""
-    parsed = list(_parsed(overrides, sources, problems))
+    given = list(parsed(overrides, sources, problems))
     # A kind determines which other keys exist, so kinds are set first, and those of outer sections before inner ones.
-    of_kinds = sorted([item for item in parsed if item[0][-1] == "kind"], key=lambda item: len(item[0]))
-    others = [item for item in parsed if item[0][-1] != "kind"]
+    of_kinds = sorted([item for item in given if item[0][-1] == "kind"], key=lambda item: len(item[0]))
+    others = [item for item in given if item[0][-1] != "kind"]
     for keys, value in of_kinds + others:
         nested: Any = {keys[-1]: value}
         if keys[-1] == "kind":
-            dropped = {other[-1]: None for other, null in parsed if null is None and other[:-1] == keys[:-1]}
+            dropped = {other[-1]: None for other, null in given if null is None and other[:-1] == keys[:-1]}
             nested = dropped | nested
         for key in reversed(keys[:-1]):
             nested = {key: nested}
@@ -35,7 +35,7 @@ def override(
     return data
 
 
-def _parsed(
+def parsed(
     overrides: Sequence[str], sources: dict[str, str], problems: Problems
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The keys and the value of each override."""

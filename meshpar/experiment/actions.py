@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.stages import Compiled
@@ -50,8 +50,9 @@ from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
 from meshpar.train.data import Ids, Preferences
 from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.data.order import Order, resumed
-from meshpar.train.evaluate import Callback, LazyEvaluation, reads
-from meshpar.train.loop.loop import Loop
+from meshpar.train.evaluate import LazyEvaluation, reads
+from meshpar.train.loop.events import events_of
+from meshpar.train.loop.loop import Loop, Shown, Steps, result
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loss import Distill
 from meshpar.train.records import announce
@@ -195,9 +196,23 @@ def fit(
     json: bool = False,
     profile: Path | str | None = None,
     dump_hlo: Path | str | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Any] = (),
     signals: bool = False,
+    steps: Literal[False] = False,
 ) -> TrainState: ...
+
+
+@overload
+def fit(
+    run: Run | Path | str,
+    *,
+    json: bool = False,
+    profile: Path | str | None = None,
+    dump_hlo: Path | str | None = None,
+    callbacks: Sequence[Any] = (),
+    signals: bool = False,
+    steps: Literal[True],
+) -> Steps: ...
 
 
 @overload
@@ -208,14 +223,29 @@ def fit(
     *,
     num_steps: int,
     run_dir: Path | str,
+    steps: Literal[True],
+    **options: Any,
+) -> Steps: ...
+
+
+@overload
+def fit(
+    model: Any,
+    loss: Callable[..., Any] | None = None,
+    data: Data | None = None,
+    *,
+    num_steps: int,
+    run_dir: Path | str,
+    steps: Literal[False] = False,
     **options: Any,
 ) -> TrainState: ...
 
 
-def fit(*subject: Any, **options: Any) -> TrainState:
+def fit(*subject: Any, **options: Any) -> TrainState | Steps:
     """Trains a run or a model of your own, or resumes it from the last checkpoint in its directory.
 
-    `fit(run, *, json=False, profile=None, dump_hlo=None, callbacks=(), signals=False)` trains a run or a config file.
+    `fit(run, *, json=False, profile=None, dump_hlo=None, callbacks=(), signals=False, steps=False)` trains a run, or
+    that of a config file.
     `fit(model, loss, data, *, tx, mesh, rules, batch_size, num_steps, run_dir, ...)` trains a Flax model, with `model`,
     `loss` and all options as `training` takes them. `fit(training, data=data, ...)` trains a `Training`. These take
     `held_out`, `log_every`, `eval_every`, `checkpoints`, `early_stopping`, `max_skipped_steps`, `check_replicas_every`
@@ -230,10 +260,13 @@ def fit(*subject: Any, **options: Any) -> TrainState:
       json: print records as JSON instead of a progress bar.
       profile: a folder for a trace of a few steps.
       dump_hlo: a file for the compiled step's text.
-      callbacks: functions (state, step) -> {name: number}. Each evaluation records their metrics.
+      callbacks: objects with methods such as `on_step_end(state, step, metrics)`, after those of the config; and
+        functions (state, step) -> {name: number}, whose numbers are recorded with each evaluation.
       signals: at SIGINT or SIGTERM finish the step, save, and raise `Interrupted`; at a second signal end at once. This
         needs the main thread. By default the caller handles signals: after a `KeyboardInterrupt` nothing more is
         saved, and the next call resumes from the last checkpoint.
+      steps: return what a loop runs over: `for state, metrics in fit(..., steps=True)` trains a step for each turn. The
+        next step uses the memory of this state. If the loop is left, by a `break` or an error, its last state is saved.
 
     Returns:
       The last state.
@@ -269,13 +302,16 @@ def _fit_run(
     json: bool = False,
     profile: Path | str | None = None,
     dump_hlo: Path | str | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Any] = (),
     signals: bool = False,
-) -> TrainState:
+    steps: bool = False,
+) -> TrainState | Steps:
     check_joined()
-    received = Signals()
-    with received.listening() if signals else nullcontext():
-        return _fit(as_run(run), json, _path(profile), _path(dump_hlo), callbacks, received)
+    run = as_run(run)
+    callbacks = (*(callback.load() for callback in run.callbacks), *callbacks)
+    events_of(callbacks, evaluates=True)
+    trained = partial(_trained, run, json, _path(profile), _path(dump_hlo), callbacks, signals, steps)
+    return Steps(trained) if steps else result(trained())
 
 
 def _path(path: Path | str | None) -> Path | None:
@@ -284,16 +320,26 @@ def _path(path: Path | str | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-def _fit(
-    run: Run, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Callback], signals: Signals
-) -> TrainState:
+def _trained(
+    run: Run, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Any], signals: bool,
+    shows: bool,
+) -> Shown:  # fmt: skip
+    received = Signals()
+    with received.listening() if signals else nullcontext():
+        return (yield from _steps(run, json, profile, dump_hlo, callbacks, received, shows))
+
+
+def _steps(
+    run: Run, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Any], signals: Signals,
+    shows: bool,
+) -> Shown:  # fmt: skip
     prepared = prepare(run)
     about = replace(prepared.about, files=run.data.fingerprint())
     versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
     position = {"checkpoints": steps(run.run_dir / FOLDER)}
     flags = {name: os.environ.get(name) for name in FLAGS}
     check_same({"config": about.config, "data files": about.files, "versions": versions, "flags": flags} | position)
-    shows = not json and jax.process_index() == 0
+    prints = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
     order = _order(run, _newest_described(run.run_dir / FOLDER))
@@ -303,13 +349,13 @@ def _fit(
         if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):
             order = _order(run, beginning.source)
         saved.about = replace(about, first_row=order.first, order=order.as_json())
-        if shows:
+        if prints:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed, prepared.bounds)
         train_data = train_data.in_order(order)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
-        with busy("compiling the step") if shows else nullcontext():
+        with busy("compiling the step") if prints else nullcontext():
             step = prepared.compile_step()
         evaluate = prepared.lazy_evaluation()
         _check_short_batch(run, held_out, evaluate)
@@ -334,12 +380,13 @@ def _fit(
             run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
             announce.source(run.data), signals, cursor, copies=copies, measure=_measure(prepared), after_first=checks,
+            rows=run.data.batch_size if isinstance(run.data, RowData) else None,
         )  # fmt: skip
-        state = loop.fit(state)
+        state = yield from loop.steps(state, shows)
     end = int(state.step)
     if end == first and jax.process_index() == 0:
         say(announce.nothing(run.run_dir, end, restored.get("changed", {})))
-    elif shows:
+    elif prints:
         generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
         say(announce.end(run.run_dir, end, generates))
     return state

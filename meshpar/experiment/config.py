@@ -18,6 +18,7 @@ from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.flax_model import Import
+from meshpar.interop.imported_callback import ImportedCallback
 from meshpar.interop.imported_data import ImportedData
 from meshpar.launch.elastic import Elastic
 from meshpar.mesh.layout import MeshLayout
@@ -187,6 +188,8 @@ class Run(Config):
     """Steps between comparisons of replicated state on all its devices, which find silent corruption; null for none."""
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that receive the records besides `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow, prometheus."""
+    callbacks: Coerced[tuple[ImportedCallback, ...], Sequence[ImportedCallback | str | dict[str, Any]]] = default(())
+    """Objects whose methods are called at the events of the training: `callbacks: [my_module:Callback]`."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -287,6 +290,9 @@ def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:
         if target:
             is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
             user_code.permit(target, None if is_on_command_line else Path(path))
+    replaces = any(override.startswith("callbacks=") for override in overrides)  # all of them
+    for callback in loaded.callbacks:
+        user_code.permit(callback.target, None if replaces else Path(path))
     return loaded
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from meshpar.checkpoint import checkpoints as saving
 from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints
+from meshpar.checkpoint.checkpoints import checkpoints as checkpoints_of
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import FOLDER, Checkpoint
@@ -24,8 +24,8 @@ from meshpar.mesh.join import check_joined
 from meshpar.progress import say
 from meshpar.regular import remote
 from meshpar.train.begin import Beginning, saved_structs
-from meshpar.train.evaluate import Callback
-from meshpar.train.loop.loop import Loop
+from meshpar.train.loop.events import events_of
+from meshpar.train.loop.loop import Loop, Shown, Steps, result
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.records import announce
@@ -53,15 +53,17 @@ def fit_model(
     max_skipped_steps: int | None = 10,
     check_replicas_every: int | None = 100,
     loggers: Sequence[Logger] = (),
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Any] = (),
     json: bool = False,
     signals: bool = False,
+    steps: bool = False,
     seed: int = 0,
     **options: Any,
-) -> TrainState:
+) -> TrainState | Steps:
     """See `meshpar.fit`."""
     check_joined()
     run_dir, retention = _checked(subject, loss, tx, data, run_dir, held_out, eval_every, early_stopping, checkpoints)
+    events_of(callbacks, evaluates=held_out is not None)
     assert data is not None, "checked above"
     reads = batches(data, batch_size, seed)
     example = reads[0]
@@ -75,26 +77,35 @@ def fit_model(
     evaluated = held_out_batches(held_out, size)
     config = {"num_steps": num_steps, "batch_size": size, "seed": seed}
     check_same({"config": config})
-    received = Signals()
     about = CheckpointMetadata(config, made.placement.dims, seed, size)
-    with (
-        received.listening() if signals else nullcontext(),
-        hold(run_dir),
-        recorder(run_dir, num_steps, json, loggers) as records,
-        saving.checkpoints(run_dir / FOLDER, retention, about) as saved,
-    ):
-        step, state = _begun(made, saved, records, config, run_dir)
-        loop = Loop(
-            step, made.lazy_evaluation(), reads, evaluated, records, saved, config, num_steps, log_every, eval_every,
-            early_stopping=None if early_stopping is None else EarlyStopping.model_validate(early_stopping),
-            callbacks=callbacks, max_skipped_steps=max_skipped_steps, check_replicas_every=check_replicas_every,
-            signals=received, cursor=cursor_of(run_dir),
-        )  # fmt: skip
-        first = int(state.step)
-        state = loop.fit(state)
-    if int(state.step) == first and jax.process_index() == 0:
-        say(announce.nothing(run_dir, first, {}))
-    return state
+    settings = {
+        "early_stopping": None if early_stopping is None else EarlyStopping.model_validate(early_stopping),
+        "callbacks": callbacks,
+        "max_skipped_steps": max_skipped_steps,
+        "check_replicas_every": check_replicas_every,
+        "cursor": cursor_of(run_dir),
+    }
+
+    def trained() -> Shown:
+        received = Signals()
+        with (
+            received.listening() if signals else nullcontext(),
+            hold(run_dir),
+            recorder(run_dir, num_steps, json, loggers) as records,
+            checkpoints_of(run_dir / FOLDER, retention, about) as saved,
+        ):
+            step, state = _begun(made, saved, records, config, run_dir)
+            loop = Loop(
+                step, made.lazy_evaluation(), reads, evaluated, records, saved, config, num_steps, log_every,
+                eval_every, signals=received, rows=size, **settings,
+            )  # fmt: skip
+            first = int(state.step)
+            state = yield from loop.steps(state, steps)
+        if int(state.step) == first and jax.process_index() == 0:
+            say(announce.nothing(run_dir, first, {}))
+        return state
+
+    return Steps(trained) if steps else result(trained())
 
 
 def _begun(

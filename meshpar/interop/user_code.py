@@ -36,6 +36,11 @@ def name(path: Path) -> None:
     _named.append(path.resolve())
 
 
+def named() -> list[Path]:
+    """The files that `meshpar --import FILE` permits."""
+    return list(_named)
+
+
 def permit(target: str, config: Path | None) -> None:
     """Finds the file of a target that a config names, and permits its import.
 

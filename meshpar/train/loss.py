@@ -26,7 +26,8 @@ MASKS = re.compile("mask|weight|valid|padding|segments", re.IGNORECASE)
 """Matches names of arrays that select the rows or tokens that count."""
 
 RECORDED = (
-    "kind", "step", "loss", "grad_norm", "tokens", "skipped", "lr", "step_s", "tokens_per_s", "data_wait", "mfu",
+    "kind", "step", "loss", "grad_norm", "tokens", "skipped", "lr", "step_s", "tokens_per_s", "rows_per_s",
+    "data_wait", "mfu",
 )  # fmt: skip
 """The names of the values that a step and its record report themselves: no metric may have one of them."""
 

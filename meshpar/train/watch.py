@@ -29,7 +29,7 @@ SHARE = 0.8
 """The fraction of the looks with a difference in which a straggler is the only process behind."""
 ROWS, COLUMNS = 8, 60
 BLOCKS = " ▁▂▃▄▅▆▇█"
-SHOWN = ("loss", "tokens_per_s", "step_s", "data_wait", "mfu", "lr")
+SHOWN = ("loss", "tokens_per_s", "rows_per_s", "step_s", "data_wait", "mfu", "lr")
 
 
 @dataclass

@@ -64,8 +64,9 @@ def loop(run: Run, **arguments: Any) -> str:
     """What `fit` gives to the loop, to the checkpoints and to the records of a run; nothing is compiled or trained."""
     given: dict[str, Any] = {}
 
-    def trained(state: Any) -> Any:
+    def trained(state: Any, shows: bool) -> Any:
         given["signals"] = getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "")
+        yield from ()
         return state
 
     def spied(name: str) -> Callable[..., Any]:
@@ -73,7 +74,7 @@ def loop(run: Run, **arguments: Any) -> str:
 
         def spy(*args: Any, **more: Any) -> Any:
             given[name] = [x for x in (*args, *more.values()) if isinstance(x, (int, float, str, Config, tuple, Path))]
-            return SimpleNamespace(fit=trained) if name == "Loop" else made(*args, **more)
+            return SimpleNamespace(steps=trained) if name == "Loop" else made(*args, **more)
 
         return spy
 

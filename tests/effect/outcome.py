@@ -41,7 +41,7 @@ def made(mapping: str) -> Run:
     run = Run.model_validate(json.loads(mapping))
     sections = (run.model, run.loss, run.data)
     targets = [getattr(section, key, None) for section in sections for key in ("target", "transform")]
-    for target in targets:
+    for target in [*targets, *(callback.target for callback in run.callbacks)]:
         if target:
             user_code.permit(target, None)
     return run

@@ -95,11 +95,13 @@ def test_a_wheel_writes_its_quickstart_and_trains_it(installed, tmp_path):
 
 
 def test_a_wheel_holds_everything_that_the_package_reads(wheel):
-    """Each file of the package in git, and each config."""
+    """Each file of the package in git, and each config with the code of the examples."""
     listed = subprocess.run(["git", "ls-files", "meshpar"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     files = {path for path in listed if (ROOT / path).is_file()} or pytest.skip("no clone of git's")
     configs = {
-        f"meshpar/cli/configs/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").rglob("*.yaml")
+        f"meshpar/cli/configs/{path.relative_to(ROOT / 'configs')}"
+        for path in (ROOT / "configs").rglob("*")
+        if path.suffix in (".yaml", ".py")
     }
     with ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("meshpar/")}

@@ -21,6 +21,7 @@ from tests.program.look import faults
 from tests.program.test_bytes import prepared
 from tests.xla import DEFAULT_FUSIONS
 
+pytestmark = pytest.mark.usefixtures("lines_of_callers")
 SCREENS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
 EVIL = """<script>window.hit = 1</script>"'><img src="nowhere" onerror="window.hit = 1">"""
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')

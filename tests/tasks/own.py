@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -116,3 +119,54 @@ def squared(model, batch):
 def counted(model, batch):
     errors = jnp.square(model(batch["x"], train=False)[:, 0] - batch["y"]) * batch["counted"].astype("f")
     return LossSums(errors.sum(), batch["counted"].sum())
+
+
+class Seen:
+    """A callback that notes the events."""
+
+    lists: ClassVar[dict] = {}
+    losses: ClassVar[dict] = {}
+    evaluated: ClassVar[dict] = {}
+
+    def __init__(self, name):
+        self.events, self.loss, self.means = [self.__class__.__dict__[key].setdefault(name, []) for key in KEPT]
+
+    def on_train_begin(self, state, step):
+        self.events.append(("train_begin", step))
+
+    def on_step_begin(self, step):
+        self.events.append(("step_begin", step))
+
+    def on_step_end(self, state, step, metrics):
+        assert int(state.step) == step
+        self.events.append(("step_end", step))
+        self.loss.append(metrics["loss"])
+
+    def on_evaluation_begin(self, state, step):
+        self.events.append(("evaluation_begin", step))
+
+    def on_evaluation_end(self, state, step, metrics):
+        self.events.append(("evaluation_end", step))
+        self.means.append(metrics)
+
+    def on_checkpoint(self, step, folder):
+        assert (folder / "meta.json").is_file()
+        self.events.append(("checkpoint", step))
+
+    def on_train_end(self, state, step):
+        self.events.append(("train_end", step))
+
+
+KEPT = ("lists", "losses", "evaluated")
+
+
+class Ends:
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_end(self, state, step, metrics):
+        return "loss is fine" if step == self.at and metrics["loss"] > 0 else None
+
+
+def largest(state, step):
+    return {"largest": jnp.abs(jax.tree.leaves(state.params)[0]).max()}

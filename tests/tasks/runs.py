@@ -47,6 +47,8 @@ def of(mapping: dict[str, Any]) -> Run:
     for section, key in named:
         if target := getattr(section, key, None):
             user_code.permit(target, None)
+    for callback in made.callbacks:
+        user_code.permit(callback.target, None)
     return made
 
 

@@ -377,6 +377,9 @@ def test_the_speed_of_a_lap_counts_its_steps_and_no_pauses(monkeypatch: pytest.M
     assert stopwatch.lap() == {"step_s": 2.0, "tokens_per_s": 5.0, "data_wait": 0.5}
     clock.take(stopwatch, 1)
     assert stopwatch.lap()["data_wait"] == 0.0
+    stopwatch.rows = 8
+    clock.take(stopwatch, 2)
+    assert stopwatch.lap() == {"step_s": 2.0, "rows_per_s": 4.0, "data_wait": 0.0}
 
 
 @dataclass

@@ -10,6 +10,7 @@ from meshpar.experiment.config import Run, load
 from meshpar.mesh.layout import AXES
 from meshpar.sharding.rules import PRESETS
 from meshpar.synonyms import SYNONYMS
+from meshpar.train.loop.events import EVENTS
 from tests.config.test_configs import CONFIGS
 
 QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -65,11 +66,11 @@ def test_a_name_of_another_framework_is_near_to_ours(name, names, ours):
     assert nearest(name, names) == ours
 
 
-def test_every_proposed_word_is_a_key_a_kind_or_a_preset():
+def test_every_proposed_word_is_a_key_a_kind_a_preset_or_an_event():
     described = schema(Run)
     sections = [described["properties"]]
     sections += [d.get("properties") or d["anyOf"][0]["properties"] for d in described["$defs"].values()]
-    ours = {key for section in sections for key in section} | set(PRESETS)
+    ours = {key for section in sections for key in section} | set(PRESETS) | set(EVENTS)
     kinds = {section["kind"]["const"] for section in sections if "const" in section.get("kind", {})}
     named = {word.rpartition(".")[2] for meant in SYNONYMS.values() for word in meant}
     assert named - ours - kinds == {"bfloat16", "float32", "float64"}

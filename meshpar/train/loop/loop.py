@@ -19,7 +19,8 @@ from meshpar.errors import DataError, MeshparError, RunError
 from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
 from meshpar.train.copies.copies import Copies
-from meshpar.train.evaluate import Callback, Evaluation, called
+from meshpar.train.evaluate import Evaluation, called
+from meshpar.train.loop.events import Events, StepMetrics, events_of
 from meshpar.train.loop.feed import local_rows, put
 from meshpar.train.loop.profile import profiled
 from meshpar.train.loop.signals import Interrupted, Signals
@@ -46,6 +47,32 @@ class Reads(Protocol):
         ...
 
 
+Shown = Generator[tuple[TrainState, StepMetrics], None, TrainState]
+"""The state and the metrics of each step; returns the last state."""
+
+
+def result(steps: Generator[Any, None, TrainState]) -> TrainState:
+    """Runs a training to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Trains a step for each turn of a `for` loop. Only the loop holds its iterator, so leaving the loop ends the run.
+
+    Each loop goes on from the last checkpoint.
+    """
+
+    begin: Callable[[], Shown]
+
+    def __iter__(self) -> Shown:
+        return self.begin()
+
+
 @dataclass(frozen=True)
 class Loop:
     """Trains, evaluates, logs and saves at given intervals.
@@ -58,7 +85,7 @@ class Loop:
       mfu_of: tokens/s -> model FLOPs utilization; None if the chip is not known.
       profile: folder for a trace of three steps, after three steps of warm-up.
       early_stopping: when to end before `num_steps`.
-      callbacks: functions whose results are recorded with each evaluation.
+      callbacks: functions whose results are recorded with each evaluation, and objects with methods of `EVENTS`.
       max_skipped_steps: the run fails after this many skipped steps in a row; None for no limit.
       check_replicas_every: steps between comparisons of the copies of replicated state; None to compare none.
       source: name of the data, for messages.
@@ -67,6 +94,7 @@ class Loop:
       evaluated: the records of evaluations, including those of earlier processes.
       copies: copies of the state in the memory of the hosts; None without them.
       measure: metrics of evaluations that are no means over batches; None without them.
+      rows: of a batch that is made of rows of arrays, whose speed is recorded; None for that of tokens.
       after_first: called once, after the record of the first step: checks for which that step need not wait.
     """
 
@@ -83,7 +111,7 @@ class Loop:
     mfu_of: Callable[[float], float] | None = None
     profile: Path | None = None
     early_stopping: EarlyStopping | None = None
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Any] = ()
     max_skipped_steps: int | None = None
     check_replicas_every: int | None = None
     source: str = "the data set"
@@ -93,6 +121,7 @@ class Loop:
     copies: Copies | None = None
     measure: Measure | None = None
     after_first: Callable[[], None] = lambda: None
+    rows: int | None = None
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains from the state's step to `num_steps`; evaluates, saves, and records a summary of the whole run.
@@ -102,26 +131,48 @@ class Loop:
         Raises:
           Interrupted: a signal came; the step that ran was finished and saved. Any other `KeyboardInterrupt` may come
             in the middle of a step: then nothing is saved, and the run resumes from its last checkpoint.
-          RunError: a file could not be written, the data failed, or too many steps were skipped.
+          RunError: a file could not be written, the data or a callback failed, or too many steps were skipped.
         """
+        return result(self.steps(state, shows=False))
+
+    def steps(self, state: TrainState, shows: bool = True) -> Shown:
+        """As `fit`, and yields the state and the metrics of each step. Returns the last state.
+
+        If the caller closes it, the state that was yielded last is saved.
+        """
+        running = self._run(state, shows)
+        with closing(running):
+            while True:
+                with jax.transfer_guard("disallow"):  # the caller's code may move data
+                    try:
+                        found = next(running)
+                    except StopIteration as ended:
+                        return ended.value
+                yield found
+
+    def _run(self, state: TrainState, shows: bool) -> Shown:
         start = end = int(jax.device_get(state.step))
         self.evaluated[:] = evaluations(self.recorder.file, start)
         self.recorder.begin(start, self.config)
-        with jax.transfer_guard("disallow"), self._all_saved():
+        with self._all_saved():
             # A signal may have ended the run between its last step and the evaluation of that step.
             is_due = start == self.num_steps or self._is_due(start, self.eval_every)
             if start and is_due and start not in (record["step"] for record in self.evaluated):
                 self._evaluate(state, start)
             if start < self.num_steps and not self._stops(start):
+                self._events.call("on_train_begin", state, start)
                 with closing(self.train.batches(start, self._rows)) as batches:
-                    state, end = self._steps(state, start, batches)
+                    state, end = yield from self._steps(state, start, batches, shows)
+                self._events.call("on_train_end", state, end)
         self.recorder.summarize(end)
         return state
 
-    def _steps(self, state: TrainState, start: int, batches: Iterator[Any]) -> tuple[TrainState, int]:
-        """Trains until the run ends; returns the last state and its step."""
+    def _steps(
+        self, state: TrainState, start: int, batches: Iterator[Any], shows: bool
+    ) -> Generator[tuple[TrainState, StepMetrics], None, tuple[TrainState, int]]:
+        """Trains until the run ends; returns the last state and its step. Yields each step if the caller sees it."""
         window = Window(start, counts([state.skipped])[0], self.max_skipped_steps)
-        stopwatch = Stopwatch()
+        stopwatch = Stopwatch(rows=self.rows)
         stall = Stall(self.source)
         traced = (min(start + 4, self.num_steps), min(start + 6, self.num_steps))
         index = start
@@ -129,9 +180,12 @@ class Loop:
         saved_at = time.monotonic()
         checked_at = start
         self.signals.begin()
-        with stall.watched(), profiled(self.profile, *traced, stopwatch) as profiled_step:
+        needs_state = shows or self._events.has("on_step_end")
+        failing = self._events.failing(lambda: index)
+        with failing, stall.watched(), profiled(self.profile, *traced, stopwatch) as profiled_step:
             for index in range(start + 1, self.num_steps + 1):
                 is_last = index == self.num_steps
+                self._events.call("on_step_begin", index)
                 with profiled_step(index):
                     self.cursor.at(index, "reads data")
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
@@ -148,8 +202,12 @@ class Loop:
                     with stopwatch.paused():
                         self.after_first()
 
+                if needs_state:
+                    state = self.step.finish(state)
+                    self._events.call("on_step_end", state, index, StepMetrics(self.step, metrics))
+
                 means: dict[str, float] = {}
-                if is_last or self._is_due(index, self.eval_every):
+                if is_last or self._events.ends or self._is_due(index, self.eval_every):
                     window.drain()
                     with stopwatch.paused():
                         state = self.step.finish(state)
@@ -157,7 +215,7 @@ class Loop:
                 if self.check_replicas_every and index % self.check_replicas_every == 0:
                     self._check_replicas(state, index, checked_at)
                     checked_at = index
-                ends = is_last or (bool(means) and self._stops(index))
+                ends = is_last or (bool(means) and self._stops(index)) or self._is_ended(index)
 
                 is_interrupted, is_overdue = self._agree(index, saved_at, is_logged)
                 is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.retention.every)
@@ -173,11 +231,24 @@ class Loop:
                     with stopwatch.paused():
                         state = self.step.finish(state)
                         self._copy(state, index)
+                self._events.saved(self.checkpoints.directory)
                 if is_interrupted:
                     raise self._interrupted(index)
+                if shows:
+                    yield from self._shown(state, index, metrics)
                 if ends:
                     break
         return state, index
+
+    def _shown(self, state: TrainState, index: int, metrics: Metrics) -> Iterator[tuple[TrainState, StepMetrics]]:
+        """Yields a step; saves its state if the caller ends the run there."""
+        try:
+            yield state, StepMetrics(self.step, metrics)
+        except GeneratorExit:
+            self._wait()
+            if self.checkpoints.latest() != index:
+                self._save(state, index, {})
+            raise
 
     def _next_batch(
         self, batches: Iterator[Any], index: int, state: TrainState, stopwatch: Stopwatch, stall: Stall
@@ -273,8 +344,11 @@ class Loop:
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:
         """Records and returns the means over the held-out data; returns none if a signal comes meanwhile."""
+        functions = self._functions
+        if self.held_out is not None or functions:
+            self._events.call("on_evaluation_begin", state, index)
         if self.held_out is None:
-            return self._record_evaluation(called(self.callbacks, state, index, {"tokens"}), index)
+            return self._record_evaluation(state, called(functions, state, index, {"tokens"}), index)
         params = averaged(state)
         sums_of_batches = []
         gathered = Gathered()
@@ -291,13 +365,16 @@ class Loop:
         tokens = sums.pop("tokens")
         means = {name: total / tokens for name, total in sums.items()}
         means |= self.measure.metrics(means, gathered) if self.measure else {}
-        means |= called(self.callbacks, state, index, {*means, "tokens"})
-        return self._record_evaluation(means, index, tokens=tokens)
+        means |= called(functions, state, index, {*means, "tokens"})
+        return self._record_evaluation(state, means, index, tokens=tokens)
 
-    def _record_evaluation(self, means: dict[str, float], index: int, **more: float) -> dict[str, float]:
+    def _record_evaluation(
+        self, state: TrainState, means: dict[str, float], index: int, **more: float
+    ) -> dict[str, float]:
         if means:
             self.recorder.record("evaluation", index, **means, **more)
             self.evaluated.append({"step": index, **means, **more})
+            self._events.call("on_evaluation_end", state, index, dict(means))
         return means
 
     def _stops(self, index: int) -> bool:
@@ -307,16 +384,24 @@ class Loop:
             self.recorder.record("stop", index, **verdict)
         return verdict is not None
 
+    def _is_ended(self, index: int) -> bool:
+        """Whether a callback ends the run here; if so, it is recorded."""
+        if self._events.ends:
+            self.recorder.record("stop", index, why=self._events.ends)
+        return self._events.ends is not None
+
     def _save(self, state: TrainState, index: int, means: dict[str, float], keeps_all: bool = False) -> None:
         """Starts to save a checkpoint. With `keeps_all`, for the last one of a run, no older one is removed."""
         self.recorder.check()
         self.cursor.at(index, "saves")
-        if keeps_all:
+        if keeps_all or self._events.unsaved:
             self._wait()
+        if keeps_all:
             self.checkpoints.retention = self.checkpoints.retention.without_end()
         began = time.monotonic()
         with writing("a checkpoint", self.checkpoints.directory):
             self.checkpoints.save(index, state, means)
+        self._events.saving(index)
         self.recorder.record("checkpoint", index, blocked_s=time.monotonic() - began)
 
     def _copy(self, state: TrainState, index: int) -> None:
@@ -337,6 +422,7 @@ class Loop:
         """Waits until all checkpoints are on disk."""
         with writing("a checkpoint", self.checkpoints.directory):
             self.checkpoints.wait()
+        self._events.saved(self.checkpoints.directory)
 
     def _discard_copies(self) -> None:
         if self.copies:
@@ -358,6 +444,18 @@ class Loop:
     def _request(self) -> Path:
         """The file with which anybody requests a checkpoint: `touch RUN_DIR/save`."""
         return self.recorder.file.with_name("save")
+
+    @cached_property
+    def _sorted(self) -> tuple[Events, list[Callable[..., Any]]]:
+        return events_of(self.callbacks, self.held_out is not None)
+
+    @property
+    def _events(self) -> Events:
+        return self._sorted[0]
+
+    @property
+    def _functions(self) -> list[Callable[..., Any]]:
+        return self._sorted[1]
 
     @cached_property
     def _rows(self) -> np.ndarray:

@@ -23,17 +23,20 @@ class Stopwatch:
       since: when the lap began, in seconds; None before the first reading.
       tokens: int32[] of each step of the lap.
       waited_s: seconds in which the steps of the lap waited for their batches.
+      rows: of a batch that is made of rows of arrays; None if it is made of tokens.
     """
 
     since: float | None = None
     tokens: list[jax.Array] = field(default_factory=list)
     waited_s: float = 0.0
+    rows: int | None = None
 
     def count(self, tokens: jax.Array) -> None:
         self.tokens.append(tokens)
 
     def lap(self) -> dict[str, float]:
-        """Ends the lap; returns its mean `step_s`, `tokens_per_s`, and `data_wait`, the fraction spent on waiting.
+        """Ends the lap; returns its mean `step_s`, `tokens_per_s` or `rows_per_s`, and `data_wait`, the fraction spent
+        on waiting.
 
         Returns nothing for the first lap, whose start is unknown.
         """
@@ -42,11 +45,10 @@ class Stopwatch:
         speed = {}
         if self.since is not None and tokens:
             elapsed_s = now - self.since
-            speed = {
-                "step_s": elapsed_s / len(tokens),
-                "tokens_per_s": sum(tokens) / elapsed_s,
-                "data_wait": self.waited_s / elapsed_s,
-            }
+            rate = {"tokens_per_s": sum(tokens) / elapsed_s}
+            if self.rows is not None:  # whatever their loss counts
+                rate = {"rows_per_s": self.rows * len(tokens) / elapsed_s}
+            speed = {"step_s": elapsed_s / len(tokens)} | rate | {"data_wait": self.waited_s / elapsed_s}
         self.since = now
         self.tokens = []
         self.waited_s = 0.0

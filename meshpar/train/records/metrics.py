@@ -112,7 +112,7 @@ def summary(records: Sequence[Record]) -> Record:
     }
     if losses and found["held_out_loss"] is not None:
         found["lower_by"] = 1 - found["held_out_loss"] / losses[0]
-    for name in ("step_s", "tokens_per_s", "data_wait", "mfu"):
+    for name in ("step_s", "tokens_per_s", "rows_per_s", "data_wait", "mfu"):
         _, values = series(records, "train", name)
         found[name] = median(values) if values else None
     found["skipped"] = _last(records, "train", "skipped") or None

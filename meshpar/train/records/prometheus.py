@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 GAUGES = {
     ("train", "loss"): ("loss", "Loss of the last logged step."),
     ("train", "tokens_per_s"): ("tokens_per_second", "Tokens that all devices train on in a second."),
+    ("train", "rows_per_s"): ("rows_per_second", "Rows of arrays that all devices train on in a second."),
     ("train", "step_s"): ("step_seconds", "Mean seconds of the steps since the last log."),
     ("train", "data_wait"): ("data_wait_ratio", "Fraction of the time in which steps waited for data."),
     ("train", "mfu"): ("mfu_ratio", "Model FLOPs utilization."),

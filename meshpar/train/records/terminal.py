@@ -19,6 +19,7 @@ FORMATS = {
     "lower_by": "lower by {:.0%}",
     "grad_norm": "norm {:.2f}",
     "tokens_per_s": "{:,.0f} tokens/s",
+    "rows_per_s": "{:,.0f} rows/s",
     "step_s": "{:.3f} s/step",
     "data_wait": "waits for data {:.1%}",
     "mfu": "MFU {:.1%}",
@@ -26,7 +27,7 @@ FORMATS = {
     "restarts": "{} restarts",
     "goodput": "goodput {:.1%}",
 }
-BAR_NAMES = ("kind", "loss", "tokens_per_s", "step_s", "mfu", "skipped")  # the names that fit into 80 columns
+BAR_NAMES = ("kind", "loss", "tokens_per_s", "rows_per_s", "step_s", "mfu", "skipped")  # they fit into 80 columns
 
 
 HIDDEN = ("checkpoint", "clients", "copy")
