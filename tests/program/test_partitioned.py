@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import optax
 import pytest
 
 from meshpar import AxisRules, MeshLayout, training
+from meshpar.cost.traced import Collective as Traced
 from meshpar.cost.traced import gathers, traced_collectives, traffic
 from meshpar.inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.models import Llama
@@ -29,6 +32,7 @@ OWN = Llama(
     num_layers=plain.LAYERS, hidden_size=plain.WIDTH, num_heads=plain.HEADS, num_kv_heads=plain.KV_HEADS,
     intermediate_size=plain.HIDDEN, vocab_size=VOCAB, max_seq_len=SEQ,
 )  # fmt: skip
+FSDP_TENSOR = {"fsdp": 2, "tensor": 4}, ["fsdp", "megatron"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +50,7 @@ def zoo(model: str) -> Any:
 def adopted(model: str, layout: str, lowering: str = "manual") -> Training:
     found = zoo(model)
     arrays = sentences(ROWS, SEQ, 32) if model == "llama" else found.batch
-    sizes, presets = LAYOUTS[layout]
+    sizes, presets = FSDP_TENSOR if layout == "fsdp2_tensor4" else LAYOUTS[layout]
     if lowering == "auto":  # GSPMD has no rule for the residual stream
         presets = ["megatron" if preset == "megatron_sp" else preset for preset in presets]
     mesh = MeshLayout(**sizes).build(jax.devices()[:8])
@@ -58,10 +62,14 @@ def adopted(model: str, layout: str, lowering: str = "manual") -> Training:
     )  # fmt: skip
 
 
-def traced(model: str, layout: str) -> dict[Any, Any]:
+def collectives(model: str, layout: str) -> list[Traced]:
     step = adopted(model, layout)
     found = traced_collectives(jax.make_jaxpr(step.step)(step.placement.structs, step.batch))
-    return traffic(found + gathers(step.placement.updated))
+    return found + gathers(step.placement.updated)
+
+
+def traced(model: str, layout: str) -> dict[Any, Any]:
+    return traffic(collectives(model, layout))
 
 
 def by_axes(found: Any) -> dict[Any, float]:
@@ -104,6 +112,22 @@ def test_inspect_names_the_lines_that_explain_names(model, layout):
     assert moves <= found
     assert not [source for source, _ in found if "/meshpar/partition/" in source or "/meshpar/interop/" in source]
     assert not [source for source, kind in found if kind == "all-gather" and "/tests/zoo/" not in source]
+
+
+def test_a_plain_nnx_transformer_gathers_storage_twice_and_scatters_it_once():
+    """Over `fsdp` beside `tensor`: for the forward and again for the backward, and nothing of the activations."""
+    step = adopted("lm1b_nnx", "fsdp2_tensor4")
+    parameters = jax.tree.leaves(step.placement.structs.params)
+    shards = [x.sharding.shard_shape(x.shape) for x in parameters if "fsdp" in x.sharding.spec]
+    once = sum(4 * prod(shape) for shape in shards)  # half of what a group of two holds
+    whole = sum(4 * prod(x.sharding.shard_shape(x.shape)) for x in parameters if "fsdp" not in x.sharding.spec)
+    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), Fraction())
+    for one in collectives("lm1b_nnx", "fsdp2_tensor4"):
+        if one.axes == ("fsdp",):
+            sent[one.kind] += one.times * one.sent_bytes
+    assert sent["reduce_scatter"] == once
+    assert once < sent["all_gather"] <= 2 * once
+    assert whole <= sent["all_reduce"] <= whole + 16  # gradients, the loss and its count
 
 
 AGAINST_GSPMD = [
