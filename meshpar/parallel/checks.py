@@ -96,19 +96,27 @@ def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems) -> No
         problems.add("parallel.pipeline", what, "model.manual=false, or parallel.pipeline=null")
     elif ctx.schedule:
         ctx.schedule.check(num_stages, problems)
-        _check_context(ctx.parallel.context, problems)
+        check_pairs(ctx, problems)
+        _check_zigzag(ctx.parallel.context, problems)
     elif ctx.manual and num_stages > 1 and not is_local:
         what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
         fix = "parallel.pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline"
         problems.add("parallel.pipeline", what, fix)
 
 
-def _check_context(context: ContextParallel | None, problems: Problems) -> None:
-    """Adds that attention in a stage would permute the shards of a row."""
-    what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
-    if context and context.kind in ("ring", "hybrid"):
-        problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
-    elif context and context.layout == "zigzag":
+def check_pairs(ctx: ParallelContext, problems: Problems) -> None:
+    """Adds that an odd number of shards of a row cannot exchange their keys in pairs, as they do in stages."""
+    context, num_devices = ctx.parallel.attention, ctx.row_shards
+    rings = num_devices // context.exchange(num_devices)
+    if ctx.schedule and context.kind in ("ring", "hybrid") and rings > 1 and rings % 2:
+        what = f"inside of stages devices exchange keys in pairs, and {rings} shards of a row are an odd number"
+        problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses, or an even number")
+
+
+def _check_zigzag(context: ContextParallel | None, problems: Problems) -> None:
+    """Adds that a model of the user's own would permute the shards of a row into the zigzag layout, and back."""
+    if context and context.layout == "zigzag":
+        what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
         problems.add("parallel.context.layout", what, "parallel.context.layout=auto")
 
 

@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def gathers_rows(self) -> bool:
-        """Whether devices that share rows gather them: beside a pipeline a ring is refused."""
+        """Whether devices that share rows gather them: beside a pipeline they would exchange keys in pairs."""
         return self.size("pipe") > 1 and self.size("context") > 1
 
     @property

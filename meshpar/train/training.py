@@ -176,10 +176,7 @@ class Training:
         if not self.is_of_whole_arrays or not self.ctx.schedule:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        # By default attention over shards of a row sends them round a ring, which would wait for other stages.
-        is_gathered = not self.ctx.axes("seq") or self.ctx.parallel.attention.kind in ("all_gather", "ulysses")
-        more = (with_attention,) if is_gathered else ()
-        whole = PartitionedLoss(loss, self.specs, self.batch_specs, self._carried_of_loss, *more)
+        whole = PartitionedLoss(loss, self.specs, self.batch_specs, self._carried_of_loss, with_attention)
         return StagedLoss(whole, ctx, key, product_flops)
 
     @property

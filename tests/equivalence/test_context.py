@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshpar.collectives.reduction import Reduce
+from meshpar.collectives.swap import pairings
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
@@ -27,6 +28,8 @@ from meshpar.train.program import on_shards
 from meshpar.verification.verify import verify
 from tests.comparison import largest_difference
 from tests.equivalence.conftest import on_one_device, outcome, prepared
+
+PIPELINE = OneFOneB(num_microbatches=2)
 
 # Attention alone --------------------------------------------------------------------------------------------------
 
@@ -57,14 +60,14 @@ def computed(attend, drawn, segments):
     return out, *grads
 
 
-def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, block_size=3):
+def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, block_size=3, pipeline=None):
     """The largest difference from the reference on one device; `by_layer` passes the window as an array."""
     width = jnp.int32(window) if by_layer else window
     ctx = ParallelContext(
         mesh=MeshLayout(context=size).build(jax.devices()[:size]),
         rules=AxisRules(preset=("context",)),
         manual=True,
-        parallel=Parallel(context=context),
+        parallel=Parallel(context=context, pipeline=pipeline),
     )
     tokens = ctx.pspec("batch", "seq")
     local = on_shards(
@@ -151,6 +154,30 @@ def test_a_hybrid_equals_attention_over_whole_rows(float64, layout, window):
     assert difference(ContextParallel(kind="hybrid", group=2, layout=layout), 8, window=window) < 1e-12
 
 
+PAIRS = [
+    (RING, 4, LONG, True),
+    (CONTIGUOUS, 8, SHORT, False),
+    (ContextParallel(kind="hybrid", group=2), 8, None, False),
+    (CONTIGUOUS, 2, None, False),
+    (RING, 8, None, False),
+    (ContextParallel(kind="hybrid", group=2, layout="contiguous"), 4, SHORT, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("context", "size", "window", "by_layer"),
+    [pytest.param(*case, marks=pytest.mark.slow if i else []) for i, case in enumerate(PAIRS)],
+)
+def test_keys_that_stages_exchange_in_pairs_equal_whole_rows(float64, context, size, window, by_layer):
+    assert difference(context, size, window=window, by_layer=by_layer, pipeline=PIPELINE) < 1e-12
+
+
+@pytest.mark.slow
+def test_planted_pairs_that_meet_twice_change_attention(float64, monkeypatch):
+    monkeypatch.setattr(shards, "pairings", lambda num: pairings(num)[:1] * (num - 1))
+    assert difference(RING, 4, pipeline=PIPELINE) > 1e-2
+
+
 # Faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +241,6 @@ def test_verify_blames_the_axis(fault, monkeypatch):
 
 # Whole steps ------------------------------------------------------------------------------------------------------
 
-PIPELINE = OneFOneB(num_microbatches=2)
 OVER_CONTEXT = {"embed": ("fsdp", "context")}
 """Parameters are stored in shards over context, too."""
 # name: (model, mesh, presets, parallel, lowering, microbatches, rules, core)
@@ -255,6 +281,14 @@ COMPOSED = {
         "llama", {"fsdp": 2, "pipe": 2, "context": 2}, ["fsdp", "pipeline", "context"],
         {"pipeline": PIPELINE, "context": GATHERED},
         "manual", 1, OVER_CONTEXT, Blocks(block_size=2),
+    ),
+    "pipeline_ring": (
+        "llama_gqa_tied_dropout", {"pipe": 2, "context": 4}, ["pipeline", "context"], {"pipeline": PIPELINE},
+        "manual", 1, {}, None,
+    ),
+    "pipeline_hybrid": (
+        "gpt_gqa_tied", {"pipe": 2, "context": 4}, ["pipeline", "context"],
+        {"pipeline": PIPELINE, "context": ContextParallel(kind="hybrid", group=2)}, "manual", 1, {}, None,
     ),
     "window_contiguous": (
         "llama_gqa_options", {"context": 4}, ["context"], {"context": CONTIGUOUS},

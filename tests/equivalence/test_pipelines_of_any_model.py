@@ -39,6 +39,7 @@ MESHES: dict[str, tuple[dict[str, int], list[str]]] = {
     "fsdp2_tensor2_sp": ({"pipe": 2, "fsdp": 2, "tensor": 2}, ["pipeline", "fsdp", "megatron_sp"]),
     "zero2": ({"pipe": 2, "fsdp": 4}, ["pipeline", "zero2"]),
     "zero1": ({"pipe": 2, "fsdp": 4}, ["pipeline", "zero1"]),
+    "context4": ({"pipe": 2, "context": 4}, ["pipeline", "context"]),
     "context2_tensor2": ({"pipe": 2, "context": 2, "tensor": 2}, ["pipeline", "context", "megatron"]),
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv")
@@ -376,11 +377,21 @@ def test_marked_modules_are_cut():
     assert found and "4 equal layers, a list" in found
 
 
-@pytest.mark.parametrize("context", [pytest.param("all_gather", marks=pytest.mark.slow), "ulysses"])
-def test_stages_share_rows_without_a_ring(context):
-    """Attention of shards of a row, inside of stages; `ring` is refused."""
+@pytest.mark.parametrize(
+    ("context", "mesh"),
+    [
+        pytest.param("all_gather", "context2_tensor2", marks=pytest.mark.slow),
+        pytest.param("ulysses", "context2_tensor2", marks=pytest.mark.slow),
+        ("ring", "context2_tensor2"),
+        pytest.param(None, "context4", marks=pytest.mark.slow),
+        pytest.param({"kind": "hybrid", "group": 2}, "context4", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_stages_share_rows(context, mesh):
+    """Attention of shards of a row, inside of stages."""
     zoo, params, one = on_one_device("llama")
-    made = piped(zoo, get_schedule("zb_h2", 2, 4), "context2_tensor2", context=context)
+    made = piped(zoo, get_schedule("zb_h2", 2, 4), mesh, context=context)
     assert made.pipeline and "partitioned" in str(made.pipeline.parts.cut.layer)  # pyright: ignore
     found = first_step(made, params, zoo.batch)
     assert largest_difference(found.gradients, flatten_with_paths(one.grads)) < 1e-10

@@ -157,9 +157,17 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
         },
         ConfigError, ["it carries the parameters before the last update, and the loss carries a state of its own"],
     ),
-    "a ring inside of stages": (
-        stacked, {"parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}, context="ring")}, ConfigError,
-        ["parallel.context\n    stages of a pipeline work at different times", "context=all_gather, or ulysses"],
+    "a zigzag inside of stages": (
+        stacked, {"parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}, context={"layout": "zigzag"})},
+        ConfigError, ["context.layout\n    stages of a pipeline work at different times", "context.layout=auto"],
+    ),
+    "pairs of an odd number": (
+        stacked,
+        {
+            "parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}),
+            "mesh": MeshLayout(pipe=2, context=3).abstract(),
+        },
+        ConfigError, ["3 shards of a row are an odd number", "parallel.context=all_gather"],
     ),
     "fewer layers than stages": (
         stacked, {"parallel": Parallel(pipeline={"kind": "interleaved", "num_microbatches": 2, "num_chunks": 4})},
@@ -175,7 +183,7 @@ def test_what_cannot_be_cut_is_refused_by_name(case):
         "init": init, "dims": STACKED, "mesh": MeshLayout(pipe=2).abstract(),
         "parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}),
     } | more  # fmt: skip
-    rules = AxisRules(preset="pipeline", unnamed=())
+    rules = AxisRules(preset=("pipeline", "context"), unnamed=())
     with jax.numpy_dtype_promotion("standard"), pytest.raises(kind) as error:
         training(arguments.pop("init"), loss, optax.sgd(0.1), BATCH, rules=rules, **arguments)
     for message in messages:

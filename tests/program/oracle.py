@@ -125,7 +125,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
         run.placement.frozen,
     )  # fmt: skip
     if axes := run.ctx.axes("seq"):
-        sent[axes] = sent.get(axes, Fraction(0)) + _shared_rows(run, tokens, widths)
+        sent[axes] = sent.get(axes, Fraction(0)) + _shared_rows(run, layers, tokens, widths)
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
@@ -138,7 +138,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     return {axes: sent.get(axes, Fraction(0)) + more.get(axes, Fraction(0)) for axes in sent | more}
 
 
-def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
+def _shared_rows(run: Prepared, layers: int, tokens: int, widths: Widths) -> Fraction:
     """The bytes that attention sends over the axes that share a row, forward and backward, without windows.
 
     Segments travel with the keys. Those that devices gather for exchanged heads are the same in all layers, so JAX
@@ -153,13 +153,13 @@ def _shared_rows(run: Prepared, tokens: int, widths: Widths) -> Fraction:
     of_head = tokens * model.head_size
     keys = 2 * model.kv_heads // ctx.shards("kv_heads") * of_head
     is_repeated = model.remat.policy == "full" and not model.remat.save
-    passes = model.num_layers * (2 + is_repeated)  # of layers that send as the forward does
+    passes = layers * (2 + is_repeated)  # of layers that send as the forward does
     exchanged = (2 * model.num_heads // ctx.shards("heads") * of_head + keys) * widths.compute
     sent = passes * share(g, exchanged) + (g - 1) * 4 * tokens
     sent += passes * (k - 1) * (keys * widths.compute + 4 * g * tokens)
-    # The gradients of the keys are scattered, or travel once round the ring.
-    hops = k if context.kind in ("ring", "hybrid") else k - 1
-    return sent + model.num_layers * hops * keys * widths.sums
+    # The gradients of the keys are scattered, or exchanged in pairs, or travel once round the ring.
+    hops = k if context.kind in ("ring", "hybrid") and not run.pipeline else k - 1
+    return sent + layers * hops * keys * widths.sums
 
 
 def _widths(precision: Precision) -> Widths:
@@ -174,7 +174,7 @@ def _in_stages(run: Prepared, tokens: int) -> tuple[int, Stages]:
     num_stages = len(cut.layers)
     passes = run.run.num_microbatches
     sent = Fraction(passes * num_messages(run.pipeline.schedule, num_stages), num_stages)
-    stored = run.pipeline.parts.stacked_layers // num_stages
+    stored = run.pipeline.parts.layer_counts().stacked // num_stages
     elsewhere = [layer for stage in range(num_stages) for layer in cut.layers[stage].flat if layer // stored != stage]
     is_moved = run.ctx.axes("layers") and not run.layer_order  # else the state has the schedule's order between steps
     moved = Fraction(sum(layer >= 0 for layer in elsewhere) if is_moved else 0, num_stages)

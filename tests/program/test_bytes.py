@@ -187,10 +187,13 @@ SHARED_ROWS = {
     "all_gather": ({"fsdp": 2, "context": 2, "tensor": 2}, ["fsdp", "megatron_sp"], OVER_CONTEXT, "none"),
     "ulysses": ({"context": 4, "tensor": 2}, ["megatron", "context"], {"kv_heads": ("tensor",)}, "none"),
     "hybrid": ({"data": 2, "context": 4}, ["context"], {}, "none"),
+    "pairs": ({"pipe": 2, "context": 4}, ["pipeline", "context"], {}, "none"),
 }
 
 
-@pytest.mark.parametrize("kind", SHARED_ROWS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "pairs" else []) for kind in SHARED_ROWS]
+)
 def test_bytes_and_flops_with_context_parallelism_equal_the_traced_step(kind):
     run = with_shared_rows(kind)
     assert cost_as_written(run) == cost_as_traced(run)
@@ -202,10 +205,14 @@ def with_shared_rows(kind):
     sizes_of_model = SIZES | {"num_heads": 8, "num_layers": 4}  # a fourth of each size is a whole number
     model = Llama(**sizes_of_model, num_kv_heads=8 if kind == "ulysses" else 2, remat=remat)
     # With zigzag, halves of blocks would have one token, whose products XLA turns into multiplications.
-    context = {"kind": kind, "layout": "auto" if kind == "ulysses" else "contiguous"}
+    context = {"kind": "ring" if kind == "pairs" else kind, "layout": "auto" if kind == "ulysses" else "contiguous"}
     if kind == "hybrid":
         context["group"] = 2
-    return prepared((sizes, presets), num_microbatches=2, model=model, rules=rules, parallel={"context": context})
+    parallel = {"context": context}
+    if kind == "pairs":
+        parallel["pipeline"] = {"kind": "1f1b", "num_microbatches": 2}
+    num = 1 if kind == "pairs" else 2
+    return prepared((sizes, presets), num_microbatches=num, model=model, rules=rules, parallel=parallel)
 
 
 @pytest.mark.slow

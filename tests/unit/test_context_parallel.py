@@ -15,6 +15,7 @@ from meshpar.parallel.sequence import SequenceLayout
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.rules import AxisRules
 
+PIPELINE = {"kind": "1f1b", "num_microbatches": 2}
 MODEL = {"kind": "llama", "num_layers": 2, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 8}
 
 
@@ -60,12 +61,13 @@ def declared(context, mesh=None, rules=("fsdp", "context"), seq_len=64, pipeline
             {"context": {"kind": "ulysses"}, "lowering": "auto"},
         ),
         (
-            r"XLA's permutations need all devices at once\n.*parallel.context=all_gather, or ulysses",
+            r"exchange keys in pairs, and 3 shards .* are an odd number\n.*parallel.context=all_gather, or ulysses",
             {
                 "context": {},
-                "mesh": {"pipe": 2, "context": 4},
+                "seq_len": 66,
+                "mesh": {"pipe": 2, "context": 3},
                 "rules": ["pipeline", "context"],
-                "pipeline": {"kind": "1f1b", "num_microbatches": 2},
+                "pipeline": PIPELINE,
             },
         ),
         (
@@ -105,6 +107,8 @@ def test_the_exchange_and_the_balance_of_context_parallelism_are_reported():
         "all_gather, zigzag: a device gathers the keys and values of 4 x 128"
     )
     assert "after 2 devices exchange 128 tokens for 3 of 6 heads" in described(kind="hybrid", group=2)
+    in_pairs = declared({}, {"pipe": 2, "context": 4}, ["pipeline", "context"], pipeline=PIPELINE)
+    assert "16 tokens are exchanged by one pair of devices after the other" in in_pairs.selected["parallel.context"]
     assert described(layout="contiguous").endswith("computes 1.88 times an equal share of the needed scores")
     assert "parallel.context" not in declared(None, {"fsdp": 8}, ["fsdp"]).selected
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from meshpar.nn.attention.core import Core, Documents, Window, documents, known_
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
+from meshpar.parallel.checks import check_pairs
 from meshpar.parallel.context import ParallelContext, current, manual
 from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import Parallel
@@ -71,9 +72,16 @@ def over_axes(
         out, _ = core(q, k, v, whole, segments, window)
     else:
         tables = _tables(core, layout, q.shape[SEQ], window, None if is_causal else k.shape[SEQ])
-        shards = Shards(tables, axes, group, gathers=context.kind == "all_gather", cap=cap)
+        shards = Shards(tables, axes, group, _way(context.kind, ctx), cap)
         out = in_blocks(shards, q, k, v, documents(segments, q, k), window)
     return exchange.to_tokens(out)
+
+
+def _way(kind: str, ctx: ParallelContext | None) -> Literal["ring", "pairs", "gather"]:
+    """How the keys travel. The permutes of a ring need all devices, and stages work at different times."""
+    if kind == "all_gather":
+        return "gather"
+    return "pairs" if ctx and ctx.schedule else "ring"
 
 
 def in_order(q: Float[Array, "B S H h"]) -> Int[Array, "B S"]:
@@ -99,9 +107,7 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
     if isinstance(core, Kernel) and ctx.sequence.num_shards > 1:
         what = f"{core.kind} needs whole rows, but {context.kind} computes attention in blocks of a row"
         problems.add("model.attention", what, "model.attention=auto, or parallel.context=ulysses")
-    if ctx.schedule and context.kind in ("ring", "hybrid"):
-        what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
-        problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses")
+    check_pairs(ctx, problems)
 
 
 def _heads_and_group(heads: int, group: int) -> tuple[str, str]:
@@ -130,7 +136,8 @@ def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, win
         how = f"all_gather, {order}: a device gathers the keys and values of {num_devices} x {tokens} tokens"
     else:
         hops = f"{len(tables.hops)} hop{'s' if len(tables.hops) > 1 else ''}"
-        how = f"{context.kind}, {order}: the keys and values of {tokens * group} tokens travel {hops}"
+        how = f"{context.kind}, {order}: the keys and values of {tokens * group} tokens "
+        how += "are exchanged by one pair of devices after the other" if ctx.schedule else f"travel {hops}"
         how += f", after {exchange}" if group > 1 else ""
     share = tables.needed * int(tables.scores.sum()) / len(tables.scores)
     most = float(int(tables.scores.max()) / share)

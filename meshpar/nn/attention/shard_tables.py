@@ -7,7 +7,6 @@ devices; `shards` runs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -133,9 +132,9 @@ class ShardTables:
         needed = needed_scores(seq_len, self.window) if self.is_causal else Fraction(seq_len * num_keys)
         return needed / int(self.scores.sum())
 
-    def by_length(self, hops: Sequence[int]) -> dict[int, list[int]]:
-        """Groups the tables that these hops need by length: number of rows -> indices in `tables`."""
+    def by_length(self, used: np.ndarray) -> dict[int, list[int]]:
+        """Groups tables, given by their indices, by length: number of rows -> indices in `tables`."""
         found: dict[int, list[int]] = {}
-        for index in np.unique(self.which[list(hops)]):
+        for index in np.unique(used):
             found.setdefault(len(self.tables[index]), []).append(int(index))
         return found

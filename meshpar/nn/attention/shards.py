@@ -1,7 +1,7 @@
 """Attention in blocks over rows whose tokens are on one device, or sharded over several.
 
 Each device has the queries of its shard, and computes with the keys of one shard after the other, beginning with its
-own. The keys travel round a ring, or every device gathers all of them first.
+own. The keys travel round a ring, or devices exchange them in pairs, or every device gathers all of them first.
 
 Source: Liu et al. 2023, arXiv:2310.01889 (ring attention).
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.collectives.permute import permute
+from meshpar.collectives.swap import pairings, swap
 from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import Grids
@@ -34,8 +35,9 @@ from meshpar.parallel.local import varying_like
 
 Run = Callable[[Grids, jax.Array, Tokens, Any], Any]
 """(grids, table, keys, carry) -> carry, after the pairs of the table."""
-Visit = Callable[[Any, Sequence[int], Any, Any], tuple[Any, Any]]
-"""(hop, the hops of the same loop, carry, the keys of a shard) -> (carry, terms of the sums of that shard)."""
+Visit = Callable[[Any, np.ndarray, Any, Any], tuple[Any, Any]]
+"""(hop, the tables that devices need at it, carry, the keys of a shard) -> (carry, terms of the sums of that shard).
+The tables are indices in `ShardTables.tables`, one for each device and each hop of the same loop."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,15 @@ class Shards:
     Args:
       axes: the mesh axes over which the row is sharded.
       group: the number of neighbouring devices that hold the same shard.
-      gathers: whether each device gathers the keys of all shards; else they travel round a ring.
+      way: how the keys travel: round a ring; in pairs, between devices that meet one after the other; or each device
+        gathers those of all shards.
       cap: scores are `cap * tanh(score / cap)`; None for as they are.
     """
 
     tables: ShardTables
     axes: Axes = ()
     group: int = 1
-    gathers: bool = False
+    way: Literal["ring", "pairs", "gather"] = "ring"
     cap: float | None = None
 
     @property
@@ -74,26 +77,27 @@ class Shards:
     def meeting(self, q: Any, k: Any, v: Any, queries: Tokens, keys: Tokens, window: Any) -> Meeting:
         return Meeting(q, k, v, queries, keys, window, self.tables.is_causal, self.cap)
 
-    def run(self, hop: Any, hops: Sequence[int], queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
+    def run(self, hop: Any, used: np.ndarray, queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
         """Runs the table of this device at a hop, if a query and a key can be in the same document.
 
         Args:
-          hop: one of `hops`, perhaps traced.
+          hop: 0 for the device's own keys; else perhaps traced.
+          used: the tables that devices need, see `Visit`.
           segments: of the keys.
         """
         keys = self.tokens(self.source(hop), segments)
-        if hops[0] > 0:
+        if not (isinstance(hop, int) and hop == 0):
             own = queries.segments
             overlap = (own.min(1) <= segments.max(1)) & (segments.min(1) <= own.max(1))
-            run_table = partial(self._run_table, hop, hops, run, keys)
+            run_table = partial(self._run_table, hop, used, run, keys)
             return lax.cond(overlap.any(), run_table, lambda carry: carry, carry)
         if self.tables.halves:
             carry = run(Grids.of(self.tables.halves), jnp.asarray(self.tables.diagonal), keys, carry)
-        return self._run_table(hop, hops, run, keys, carry)
+        return self._run_table(hop, used, run, keys, carry)
 
-    def _run_table(self, hop: Any, hops: Sequence[int], run: Run, keys: Tokens, carry: Any) -> Any:
+    def _run_table(self, hop: Any, used: np.ndarray, run: Run, keys: Tokens, carry: Any) -> Any:
         tables = self.tables.tables
-        by_length = self.tables.by_length(hops)
+        by_length = self.tables.by_length(used)
         which = jnp.asarray(self.tables.which, jnp.int32)[hop, self.rank]
 
         def of_length(alike: list[int], which: jax.Array, carry: Any) -> Any:
@@ -108,7 +112,6 @@ class Shards:
         first, *others = by_length.values()
         if not others:
             return of_length(first, which, carry)
-        used = self.tables.which[list(hops)]
         branch = np.zeros(len(tables), np.int32)
         for number, alike in enumerate(by_length.values()):
             branch[alike] = number
@@ -121,11 +124,15 @@ class Shards:
         """Visits the keys of each shard that a query attends to. Returns the carry, and the sums of this shard's terms.
 
         Communication: round the ring, a message of `keys` at each hop, and one more message of the sums than hops; or
-          an all-gather of `keys`, and a reduce-scatter of the sums.
+          in pairs, a message of each for each other shard; or an all-gather of `keys`, and a reduce-scatter of the
+          sums.
         """
         if not self.tables.hops:
-            return visit(0, [0], carry, keys)
-        return self._gather(visit, carry, keys) if self.gathers else self._travel(visit, carry, keys)
+            return visit(0, self._used([0]), carry, keys)
+        return {"gather": self._gather, "pairs": self._pair, "ring": self._travel}[self.way](visit, carry, keys)
+
+    def _used(self, hops: Sequence[int]) -> np.ndarray:
+        return self.tables.which[list(hops)]
 
     def sent_after(self, x: jax.Array, segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
         """The documents of this shard's keys, which are sent only when x is known.
@@ -144,16 +151,33 @@ class Shards:
             carry, added = state
             shard = self.source(hop)
             met = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, shard, keepdims=False), gathered)
-            carry, more = visit(hop, hops, carry, met)
+            carry, more = visit(hop, self._used(hops), carry, met)
             return carry, jax.tree.map(lambda x, part: x.at[shard].add(part), added, more)
 
-        carry, first = visit(0, [0], carry, keys)
+        carry, first = visit(0, self._used([0]), carry, keys)
         zeros = jax.tree.map(lambda x: varying_like(jnp.zeros((self.num_shards, *x.shape), x.dtype), x), first)
         added = jax.tree.map(lambda x, part: x.at[self.rank].set(part), zeros, first)
         hops = self.tables.hops
         state, _ = lax.scan(lambda state, hop: (step(state, hop, hops), None), (carry, added), jnp.array(hops, "int32"))
         carry, added = state
         return carry, jax.tree.map(lambda x: lax.psum_scatter(x, self.axes, axis_index_groups=self.groups), added)
+
+    def _pair(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
+        """Meets one device after the other: each visits the other's keys, and returns the terms of their sums."""
+        n, group = self.num_shards, self.group
+        carry, added = visit(0, self._used([0]), carry, keys)
+        for partners in pairings(n):
+            hops = (np.arange(n) - partners) % n
+            used = self.tables.which[hops, np.arange(n)]
+            if not any(len(self.tables.tables[table]) for table in used):
+                continue
+            keys, carry = lax.optimization_barrier((keys, carry))  # else XLA may exchange the keys of all rounds first
+            met = jax.tree.map(lambda x: swap(x, self.axes, partners, group), keys)  # noqa: B023
+            hop = jnp.asarray(hops.astype(np.int32))[self.rank]
+            carry, more = visit(hop, used, carry, met)
+            more = jax.tree.map(lambda x: swap(x, self.axes, partners, group), more)  # noqa: B023
+            added = jax.tree.map(jnp.add, added, more)
+        return carry, added
 
     def _travel(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         """Sends the keys round the ring. Each step sends them, and the sums of earlier steps, before it computes."""
@@ -163,11 +187,11 @@ class Shards:
             carry, keys, added = state
             ahead = self._send(keys, on) if on else keys
             added = self._send(added, by)
-            carry, more = visit(hop, alike, carry, keys)
+            carry, more = visit(hop, self._used(alike), carry, keys)
             return carry, ahead, jax.tree.map(jnp.add, added, more)
 
         ahead = self._send(keys, hops[0])
-        carry, added = visit(0, [0], carry, keys)
+        carry, added = visit(0, self._used([0]), carry, keys)
         state = carry, ahead, added
         if hops == [*range(1, len(hops) + 1)] and len(hops) > 2:  # one loop compiles all hops but the last once
             loop = jnp.array(hops[:-1], "int32")
@@ -223,13 +247,13 @@ def attend(
 def _attend_forward(shards: Shards, q, k, v, documents, window):
     queries = shards.tokens(shards.rank, documents.queries)
 
-    def visit(hop: Any, hops: Sequence[int], state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
+    def visit(hop: Any, used: np.ndarray, state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
         k, v, theirs = of_shard
 
         def run(grids: Grids, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
             return extend(grids, state, shards.meeting(q, k, v, queries, keys, window), pairs)
 
-        return shards.run(hop, hops, queries, theirs, run, state), ()
+        return shards.run(hop, used, queries, theirs, run, state), ()
 
     with needed(shards.tables.needed):
         state, _ = shards.meet(visit, empty(q), (k, v, shards.sent_after(q, documents.keys)))
@@ -252,13 +276,13 @@ def _attend_backward(shards: Shards, saved, grads):
     def zeros(x: jax.Array) -> jax.Array:
         return varying_like(jnp.broadcast_to(zero, x.shape), q)
 
-    def visit(hop: Any, hops: Sequence[int], of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
+    def visit(hop: Any, used: np.ndarray, of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
         k, v, theirs = of_shard
 
         def run(grids: Grids, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
             return add_gradients(grids, grads, known, shards.meeting(q, k, v, queries, keys, window), pairs)
 
-        of_q, *added = shards.run(hop, hops, queries, theirs, run, (of_q, zeros(k), zeros(v)))
+        of_q, *added = shards.run(hop, used, queries, theirs, run, (of_q, zeros(k), zeros(v)))
         return of_q, tuple(added)
 
     with needed(shards.tables.needed):
