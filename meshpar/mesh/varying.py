@@ -73,6 +73,45 @@ def _invariant_type(aval: Any, *, axes: Axes) -> Any:
     return aval.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
 
 
+def hidden(x: jax.Array, axes: Axes) -> jax.Array:
+    """`x` for a program that knows nothing of `axes`: typed as the same along them, though each device has its own.
+
+    The program must not communicate over `axes`. Its results are typed again by `shown`. Each is the transpose of the
+    other, so each device has a gradient of its own too.
+
+    Communication: none.
+    """
+    old = tuple(a for a in axes if a in varies_over(x))
+    return _hidden.bind(x, axes=old, is_shown=False) if old else x
+
+
+def shown(x: jax.Array, axes: Axes) -> jax.Array:
+    """`x`, a result of a program whose arguments were `hidden`, typed as varying over `axes`. Communication: none."""
+    new = tuple(a for a in axes if a not in varies_over(x))
+    return _hidden.bind(x, axes=new, is_shown=True) if new else x
+
+
+def hidden_as(x: jax.Array, aval: Any) -> jax.Array:
+    """`x`, with the axes `hidden` over which the type of the same value where it was made does not vary."""
+    return hidden(x, tuple(sorted(varies_over(x) - aval.manual_axis_type.varying)))
+
+
+_hidden = Primitive("hidden")
+mlir.register_lowering(_hidden, lambda ctx, x, *, axes, is_shown: [x])
+
+
+@_hidden.def_abstract_eval
+def _hidden_type(aval: Any, *, axes: Axes, is_shown: bool) -> Any:
+    kind = aval.manual_axis_type
+    varying = kind.varying | set(axes) if is_shown else kind.varying - set(axes)
+    return aval.update(manual_axis_type=kind.update(varying=varying))
+
+
+@partial(ad.deflinear2, _hidden)
+def _the_other(grad: Any, _: Any, *, axes: Axes, is_shown: bool) -> tuple[jax.Array]:
+    return (hidden(grad, axes) if is_shown else shown(grad, axes),)
+
+
 @partial(ad.deflinear2, _invariant)
 def _to_first_device(grad: Any, _: Any, *, axes: Axes) -> tuple[jax.Array]:
     grad = varying(grad, axes)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
@@ -14,12 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import AxisRules, MeshLayout, training, verify
 from meshpar.interop import losses, specs
+from meshpar.parallel.strategies import Parallel
 from meshpar.train import step
 from meshpar.train.step import Update, with_rows
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.compare import compare, without_gradient
-from meshpar.verification.trial import Trial
+from meshpar.verification.trial import QUICK, Trial
 from meshpar.verification.verify import _widened, wide_batch
+from tests.comparison import largest_difference
 from tests.equivalence.outside import MODELS, VOCAB, WIDTH, nll, numbers
 
 LAYOUTS = {
@@ -177,6 +180,43 @@ def test_a_users_own_region_is_verified():
 def test_planted_a_users_own_region_without_its_mean_over_devices_is_seen():
     proof = verify(regional(lambda x, axes: x.mean(0)), [numbers(1), numbers(2)])
     assert [row.name for row in proof.culprits] == ["data=2", "fsdp=2"]
+
+
+ALONE = {
+    "stages": ({"pipe": 2, "data": 2}, {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}),
+    "slices": ({"replica": 2, "data": 2}, {"local": {"axis": "replica", "every": 2, "outer": "average"}}),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_stages_and_slices_have_gradients_of_their_own_in_a_users_region(name):
+    """What a `shard_map` computes differs over an axis of which it knows nothing."""
+    sizes, parallel = ALONE[name]
+    layout = MeshLayout(**sizes)
+
+    def init(key):
+        return {"layers": jax.random.normal(key, (4, WIDTH, WIDTH)) / 4, "head": jnp.eye(WIDTH)}
+
+    def trained(nonlinear):
+        def loss(params, batch, key):
+            x = batch["x"].astype(params["head"].dtype)
+            x, _ = lax.scan(lambda x, w: (nonlinear(x @ w), None), x, params["layers"])
+            return jnp.square(x @ params["head"]).mean()
+
+        made = training(
+            init, loss, optax.sgd(0.1), {"x": numbers(0)["x"]}, mesh=layout.build(jax.devices()[:4]), num_steps=2,
+            rules=AxisRules(preset="pipeline", unnamed=(), batch=("replica", "data")), compute_dtype="float64",
+            dims={"layers": ("layers", None, None)}, parallel=Parallel(**parallel),
+        )  # fmt: skip
+        state = made.compile_init(QUICK)()
+        step = made.compile_step()
+        for seed in range(2):
+            state, _ = step(state, made.put({"x": numbers(seed)["x"]}))
+        return jax.device_get(state.params)
+
+    rows = jax.sharding.PartitionSpec("data")
+    region = trained(lambda x: jax.shard_map(jnp.tanh, in_specs=rows, out_specs=rows)(x))
+    assert largest_difference(region, trained(jnp.tanh)) < 1e-10
 
 
 # Planted faults ----------------------------------------------------------------------------------------------------

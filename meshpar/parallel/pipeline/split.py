@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from meshpar.mesh.varying import hidden_as
 from meshpar.parallel.local import zeros_of
 from meshpar.parallel.outputs import Auxiliary
 
@@ -67,7 +68,8 @@ class Split:
           dlosses: tree like the auxiliary losses, their cotangents.
         """
         cotangents = jax.tree.leaves((dy, dlosses))
-        made = _call(self._input_gradient, *self._given(params, rest), *residuals, *cotangents)
+        saved = _as_made(residuals, self.residuals)
+        made = _call(self._input_gradient, *self._given(params, rest), *saved, *cotangents)
         tree = jax.tree.structure(dy)
         return jax.tree.unflatten(tree, made[: tree.num_leaves]), made[tree.num_leaves :]
 
@@ -75,11 +77,17 @@ class Split:
         self, params: Any, residuals: Sequence[jax.Array], stash: Sequence[jax.Array], rest: Any
     ) -> Any:
         """Returns the gradient of the parameters."""
-        leaves = _call(self._weight_gradient, *self._given(params, rest), *residuals, *stash)
+        saved = [*_as_made(residuals, self.residuals), *_as_made(stash, self.stash)]
+        leaves = _call(self._weight_gradient, *self._given(params, rest), *saved)
         return jax.tree.unflatten(self._params, leaves)
 
     def _given(self, params: Any, rest: Any) -> list[Any]:
         return [*self._consts, *jax.tree.leaves((params, rest))]
+
+
+def _as_made(saved: Sequence[jax.Array], avals: Avals) -> list[jax.Array]:
+    """Values from the slots of a stage, typed as where they were made: within a `shard_map` that knows no stages."""
+    return [hidden_as(x, aval) for x, aval in zip(saved, avals, strict=True)]
 
 
 def split(

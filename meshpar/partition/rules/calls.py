@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from meshpar.errors import ShardingError
+from meshpar.mesh.varying import hidden, shown
 from meshpar.parallel.data import gathering_again
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
@@ -61,17 +62,29 @@ def region(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         return tuple(tuple(name for name in dim if scope.sizes[name] > 1) for dim in names)
 
     inner = params["jaxpr"]
+    # Stages, and slices that train alone, have values of their own, of which the program knows nothing.
+    alone = tuple(a for a in (*scope.ctx.stage_axes, *scope.ctx.slice_axes) if a not in _named(params))
     uses, outs = [], []
     for node, spec, v in zip(nodes, params["in_specs"], inner.invars, strict=True):
         wanted = axes(spec, len(node.layout.shape))
         placed = scope.settled(node, wanted, scope.source(eqn))
-        uses.append(Use(placed.register, wanted, frozenset(v.aval.manual_axis_type.varying)))
+        uses.append(Use(placed.register, wanted, frozenset({*v.aval.manual_axis_type.varying, *alone})))
     for v, spec, own in zip(eqn.outvars, params["out_specs"], inner.outvars, strict=True):
         over = axes(spec, v.aval.ndim)
-        varies = frozenset(own.aval.manual_axis_type.varying) | {a for dim in over for a in dim}
+        varies = frozenset({*own.aval.manual_axis_type.varying, *alone, *(a for dim in over for a in dim)})
         outs.append(Layout(tuple(v.aval.shape), v.aval.dtype, over, ("",) * v.aval.ndim, (), varies))
-    run = jaxpr_as_fun(ClosedJaxpr(inner, ()))
+    program = jaxpr_as_fun(ClosedJaxpr(inner, ()))
+
+    def run(*shards: jax.Array) -> list[jax.Array]:
+        return [shown(y, alone) for y in program(*(hidden(x, alone) for x in shards))]
+
     return scope.step(run, uses, outs, scope.source(eqn))
+
+
+def _named(params: Any) -> set[str]:
+    """The axes that shard an argument or a result of a `shard_map`."""
+    parts = [part for spec in (*params["in_specs"], *params["out_specs"]) for part in spec if part is not None]
+    return {name for part in parts for name in ((part,) if isinstance(part, str) else part)}
 
 
 def callback(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
