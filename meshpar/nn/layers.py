@@ -16,14 +16,17 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meshpar.mesh.varying import Axes
 from meshpar.nn.quantized_kernel import Quantized, QuantizedKernel
 from meshpar.nn.remat import Activation, named
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
-from meshpar.parallel.context import constrain, current, manual
+from meshpar.parallel.context import constrain, current, manual, planned
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Adapter, Weights
 from meshpar.parallel.precision import wide
+from meshpar.partition.op import apply
+from meshpar.partition.signature import Call, Signature
 
 STACKED = ("layers", "experts")
 """Leading dims along which a kernel stacks matrices. Each matrix is a linear map."""
@@ -290,13 +293,34 @@ def dropout(
     """
     if key is None or rate == 0.0:
         return x_BSD
+    words = jax.random.key_data(key).astype(jnp.uint32)
+    if not planned():
+        ctx = manual()
+        return _dropped(x_BSD, rows_B, words, rate, ctx.residual_axes if ctx else ())
+
+    def compute(call: Call, x_BSD: jax.Array, rows_B: jax.Array, words: jax.Array) -> list[jax.Array]:
+        return [_dropped(x_BSD, rows_B, words, rate, call.axes("tokens"), call.axes("channels"))]
+
+    of_x = ("rows", "tokens", "channels")
+    return apply(Signature((of_x, ("rows",), (None,)), (of_x,), compute), x_BSD, rows_B, words)[0]
+
+
+def _dropped(
+    x_BSD: Float[Array, "B S D"], rows_B: Int[Array, "B"], words: Array, rate: float, tokens: Axes, channels: Axes = ()
+) -> Float[Array, "B S D"]:
+    """Dropout of a shard, whose tokens and channels are sharded over these axes."""
     _, seq, width = x_BSD.shape
     ctx = manual()
-    axes = ctx.residual_axes if ctx else ()
-    places = (jax.lax.axis_index(axes) * seq if axes else 0) + jnp.arange(seq, dtype=jnp.int32)
-    tokens = ctx.sequence.tokens(places, seq * jax.lax.axis_size(axes)) if ctx and axes else places
-    element_SD = tokens[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+    places = _places(seq, tokens)
+    index = ctx.sequence.tokens(places, seq * jax.lax.axis_size(tokens)) if ctx and tokens else places
+    num_channels = width * (jax.lax.axis_size(channels) if channels else 1)
+    element_SD = index[:, None] * num_channels + _places(width, channels)
     counts = jnp.stack(jnp.broadcast_arrays(rows_B[:, None, None], element_SD[None])).astype(jnp.uint32)
-    bits = threefry_2x32(jax.random.key_data(key).astype(jnp.uint32), counts)[0]
+    bits = threefry_2x32(words, counts)[0]
     keep = bits >= jnp.uint32(rate * 2**32)
     return jnp.where(keep, x_BSD / jnp.asarray(1.0 - rate, x_BSD.dtype), jnp.zeros_like(x_BSD))
+
+
+def _places(size: int, axes: Axes) -> Int[Array, "S"]:
+    """The positions of a shard's elements in a dim that is sharded over these axes."""
+    return (jax.lax.axis_index(axes) * size if axes else 0) + jnp.arange(size, dtype=jnp.int32)

@@ -32,7 +32,7 @@ from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
-from meshpar.parallel.context import constrain, current, platform
+from meshpar.parallel.context import constrain, current, planned, platform
 from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 from meshpar.parallel.projection import Projection
@@ -385,6 +385,8 @@ class Transformer(nnx.Module):
         rope = self.shared(batch, x_BRD)
         loops = loops_over(self.model.num_layers, self.model.experts)
         unroll = self.model.layers_of_an_iteration(platform(), self.model.remat.recomputes)
+        if planned() and self.model.unroll == "auto":
+            unroll = 1  # stages loop over few layers, for which a step without a loop takes 1.2 times as long on CPUs
 
         def layer_of(stack: str, graph: Any) -> Layer:
             num_rows = len(self.model.layers_in(stack))

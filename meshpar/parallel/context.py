@@ -47,6 +47,7 @@ class ParallelContext:
       activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
         meshpar's own models.
       strict: whether a partitioned model may move only the activations that a rule or a constraint declares.
+      is_planned: whether a program of whole arrays is traced, of which `partition` plans the local shards.
 
     >>> from meshpar.mesh.layout import MeshLayout
     >>> mesh = MeshLayout(fsdp=4, tensor=2).abstract()
@@ -67,6 +68,7 @@ class ParallelContext:
     slice_axes: Axes = ()
     activation_dims: tuple[str, ...] | None = None
     strict: bool = False
+    is_planned: bool = False
 
     @property
     def lowering(self) -> str:
@@ -265,6 +267,12 @@ def manual() -> ParallelContext | None:
     """The context, if the code is traced inside the manual lowering's `shard_map`; else None."""
     ctx = _current.get()
     return ctx if ctx is not None and ctx.manual else None
+
+
+def planned() -> ParallelContext | None:
+    """The context, if a program of whole arrays is traced that `partition` plans; else None."""
+    ctx = _current.get()
+    return ctx if ctx is not None and ctx.is_planned else None
 
 
 def manual_axes(dim: str) -> Axes:

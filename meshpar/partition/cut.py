@@ -45,6 +45,7 @@ class Cut:
       layer: (*shared, *message, *its own) -> message.
       last: (*outer, *message) -> results of the loss, without the carried state.
       state: (*key, *carried state) -> the next carried state.
+      unroll: layers per iteration of a loop over them.
       then: the cut of `last` at the next stack.
     """
 
@@ -58,6 +59,7 @@ class Cut:
     layer: ClosedJaxpr
     last: ClosedJaxpr
     state: ClosedJaxpr
+    unroll: int = 1
     then: Cut | None = None
 
     @property
@@ -180,6 +182,7 @@ class _Cutter:
             layer=self._layer(crossing),
             last=self._last(crossing),
             state=self._program(self.carried, self._invars(self.data[self.num_batch :])),
+            unroll=self.stack.unroll,
         )
 
     # The parts -----------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def _check_overlaps(scope: Scope) -> None:
 def of_whole_arrays(ctx: ParallelContext) -> Iterator[None]:
     """Traces and plans what is in the `with` block as a program of whole arrays, also inside a `shard_map`."""
     mesh = ctx.mesh.abstract_mesh if isinstance(ctx.mesh, Mesh) else ctx.mesh
-    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
+    with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False, is_planned=True)):
         yield
 
 

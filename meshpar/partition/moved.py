@@ -6,7 +6,9 @@ from functools import partial
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from meshpar.collectives.matmul import PRODUCT
 from meshpar.mesh.varying import Axes, invariant, varies_over, varying
 from meshpar.parallel.local import shard
 from meshpar.partition.layout import Layout, Move, Sizes, moves
@@ -27,10 +29,11 @@ def moved(x: jax.Array, layout: Layout, axes: tuple[Axes, ...], varies: frozense
 
 
 def _perform(move: Move, x: jax.Array) -> jax.Array:
+    # A checkpoint's policy that saves products saves these sums: a part of a sum would be summed again.
     if move.kind == "all-reduce":
-        return lax.psum(x, move.axes)
+        return checkpoint_name(lax.psum(x, move.axes), PRODUCT)
     if move.kind == "reduce-scatter":
-        return lax.psum_scatter(x, move.axes, scatter_dimension=move.dim, tiled=True)
+        return checkpoint_name(lax.psum_scatter(x, move.axes, scatter_dimension=move.dim, tiled=True), PRODUCT)
     if move.kind == "all-to-all":
         return lax.all_to_all(x, move.axes, split_axis=move.to_dim, concat_axis=move.dim, tiled=True)
     if move.kind == "all-gather":

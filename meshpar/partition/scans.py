@@ -95,6 +95,7 @@ def _stack(number: int, eqn: Any, origins: Sequence[Origin | None], used: set[An
         own=tuple(own for origin in origins if origin for own in origin.owns),
         outs=tuple(eqn.outvars[:num_carry]),
         collected=tuple(eqn.outvars[i] for i in kept if i >= num_carry),
+        unroll=eqn.params["unroll"],
     )
 
 
@@ -217,6 +218,8 @@ def _params_of_row(eqn: Any) -> dict[str, Any] | None:
     shapes = [v.aval.shape for v in eqn.invars]
     if name in _OF_EACH_NUMBER:
         return params
+    if name == "slice" and params["start_indices"][0] == 0 and (params["strides"] or (1,))[0] == 1:  # without padding
+        return params | {key: params[key] and params[key][1:] for key in ("start_indices", "limit_indices", "strides")}
     if name == "transpose" and params["permutation"][0] == 0:
         return params | {"permutation": tuple(place - 1 for place in params["permutation"][1:])}
     if name == "reshape" and shapes[0][:1] == params["new_sizes"][:1] and params["dimensions"] is None:

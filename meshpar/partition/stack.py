@@ -29,6 +29,7 @@ class Stack:
       own: the parameters of the layers.
       outs: what the last layer returns of `carry`.
       collected: values that each layer returns beside.
+      unroll: layers per iteration of the loop over them.
     """
 
     start: int
@@ -41,6 +42,7 @@ class Stack:
     own: tuple[Own, ...]
     outs: tuple[Var, ...]
     collected: tuple[Var | tuple[Var, ...], ...]
+    unroll: int = 1
 
     @property
     def is_stacked(self) -> bool:

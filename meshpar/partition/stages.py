@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from meshpar.mesh.varying import varying
-from meshpar.parallel.batch import Batch
+from meshpar.parallel.batch import TEACHER_HEAD, Batch
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary
@@ -98,14 +98,19 @@ class StagedLoss:
     def params_of_a_layer(self) -> list[int]:
         """The number of parameters of a layer of each stack."""
         specs = jax.tree.leaves(self.loss.params)
-        return [sum(specs[i].size for i in one.of_layers) // one.num_layers for one in self.cut.stacks]
+        return [sum(specs[i].size for i in one.of_layers) // self.stacked(one) for one in self.cut.stacks]
+
+    def stacked(self, cut: Cut) -> int:
+        """The layers that the parameters of a stack have rows for. A model may have padded them."""
+        first = cut.own[0]
+        return jax.tree.leaves(self.loss.params)[first].shape[0] if isinstance(first, int) else cut.num_layers
 
     def layer_counts(self) -> LayerCounts:
         first, *others = self.cut.stacks
-        then = tuple(LayerCounts(one.num_layers, one.num_layers, 0.0, one.is_stacked) for one in others)
+        then = tuple(LayerCounts(one.num_layers, self.stacked(one), 0.0, one.is_stacked) for one in others)
         unit = float(self.cost(first.layer))
         costs = tuple(float(self.cost(one.layer)) / unit if unit else 1.0 for one in others)
-        return LayerCounts(first.num_layers, first.num_layers, self.head, first.is_stacked, then, costs)
+        return LayerCounts(first.num_layers, self.stacked(first), self.head, first.is_stacked, then, costs)
 
     def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
         """As in `Stages`. The state depends on no batch, so it is known before the microbatches are."""
@@ -161,10 +166,11 @@ class StagedLoss:
         """The whole arrays of a microbatch; of one slice, if slices train alone."""
         num = self.ctx.num_passes * count(self.ctx.slice_axes, self.ctx.mesh.shape)
 
-        def of(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((spec.shape[0] // num, *spec.shape[1:]), spec.dtype)
+        def of(name: str, spec: ArraySpec) -> jax.ShapeDtypeStruct:
+            rows = spec.shape[0] if name == TEACHER_HEAD else spec.shape[0] // num
+            return jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype)
 
-        batch = {name: of(spec) for name, spec in self.loss.batch.items()}
+        batch = {name: of(name, spec) for name, spec in self.loss.batch.items()}
         rows = next(iter(batch.values())).shape[0]
         return batch | {"rows": jax.ShapeDtypeStruct((rows,), np.dtype("int32"))}
 
@@ -272,11 +278,11 @@ class _Parts:
         return {
             "layers": _key(number),
             "num_layers": plan.cut.num_layers,
-            "stacked_layers": plan.cut.num_layers,
+            "stacked_layers": self.staged.stacked(plan.cut),
             "shared": lambda batch, x: plan.shared.program.run(*self._data(batch)),
             "layer": layer,
             "policy": gathering_again(jax.checkpoint_policies.everything_saveable),
-            "unroll": 1,
+            "unroll": plan.cut.unroll,
             "recomputes": True,
         }
 

@@ -63,7 +63,7 @@ class Training:
       ctx: mesh, rules, lowering, strategies, precisions and number of microbatches.
       key: step -> the step's random key; None if the loss uses no randomness.
       seed: for the first parameters, and for gradients with stochastic rounding.
-      stages: the model in stages, for a pipeline; None without one.
+      stages: the model in stages, for a pipeline; None to cut the trace of the loss.
       carried: tree of `ArraySpec`, of the state other than parameters that the loss passes from step to step.
       init_carried: key -> the first carried state.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
@@ -172,11 +172,12 @@ class Training:
         return Pipeline(stages, schedule, self.in_schedule_order) if stages and schedule else None
 
     def _staged(self, loss: Loss, key: Any, ctx: ParallelContext) -> Stages | None:
-        """The model in stages: meshpar's own, or a user's loss that is cut where it is traced."""
-        if not self.is_of_whole_arrays or not self.ctx.schedule:
+        """The model in stages: meshpar's own, or a loss that is cut where it is traced."""
+        if self.stages or not ctx.schedule:
             return self.stages
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        whole = PartitionedLoss(loss, self.specs, self.batch_specs, self._carried_of_loss, with_attention)
+        batch = self.batch_specs | (self.teacher.arrays if self.teacher else {})
+        whole = PartitionedLoss(loss, self.specs, batch, self._carried_of_loss, with_attention)
         return StagedLoss(whole, ctx, key, product_flops)
 
     @property

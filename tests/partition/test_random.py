@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshpar.nn.layers import dropout
+from meshpar.parallel.context import tracing
 from meshpar.partition.moved_values import moved_values
 from tests.partition.functions import context, on_one_device, on_shards, plan
 
@@ -53,6 +57,24 @@ def test_no_device_draws_more_than_its_shard_or_sends_any(name):
     program = plan(used(DRAWS[name]), (X,), (SPLIT,), context())
     shapes = [program.layouts[out].local_shape(program.sizes) for step in program.steps for out in step.outs]
     assert max(map(np.prod, shapes)) == 2 * 4
+    program.outputs = []
+    assert moved_values(program) == []
+
+
+@pytest.mark.parametrize("over", [(("data",), ("tensor",), ()), ((), ("data",), ("tensor",))])
+def test_the_bits_of_dropout_in_a_planned_decoder_are_those_of_one_device(over):
+    """By the index of a row in the batch, of a token in the row, and of a channel; none is sent."""
+    x, rows = np.random.default_rng(0).normal(size=(4, 8, 6)), np.array([7, 2, 5, 0], np.int32)
+
+    def dropped(x, rows):
+        with tracing(replace(context(), manual=False, is_planned=True)):
+            return dropout(x, 0.3, jax.random.key(3), rows)
+
+    given = (x, rows), (over, over[:1])
+    (found,), gradients = on_shards(dropped, *given)
+    np.testing.assert_array_equal(found, dropout(jnp.asarray(x), 0.3, jax.random.key(3), jnp.asarray(rows)))
+    np.testing.assert_array_equal(gradients[0], on_one_device(dropped, given[0])[1][0])
+    program = plan(dropped, *given, context())
     program.outputs = []
     assert moved_values(program) == []
 

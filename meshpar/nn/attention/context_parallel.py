@@ -19,15 +19,17 @@ from meshpar.errors import ConfigError, Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks
-from meshpar.nn.attention.core import Core, Documents, Window, documents, known_window
+from meshpar.nn.attention.core import Core, Documents, Window, documents, key_heads_of, known_window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
 from meshpar.parallel.checks import check_pairs
-from meshpar.parallel.context import ParallelContext, current, manual
+from meshpar.parallel.context import ParallelContext, current, manual, planned
 from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.tensor import SEQ
+from meshpar.partition.op import apply
+from meshpar.partition.signature import Call, Signature
 
 HEADS = 2
 """The position of the heads in activations [batch, seq, heads, head_dim]."""
@@ -41,11 +43,41 @@ def across_shards(
 
     Communication: that of `Shards.meet` or `Exchange`, as `parallel.context` selects.
     """
+    if not core.has_cache and (planning := planned()):
+        return _operation(planning, core, q, k, v, positions, segments, window), None
     ctx = manual()
     axes = ctx.axes("seq") if ctx else ()
     if ctx is None or not axes:
         return core(q, k, v, positions, segments, window)
     return over_axes(core, q, k, v, positions, segments, window, axes, ctx.sequence), None
+
+
+def _operation(
+    planning: ParallelContext, core: Core, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array,
+    segments: Any, window: Window,
+) -> jax.Array:  # fmt: skip
+    """Attention of whole arrays as one operation, which is partitioned over rows, tokens and heads."""
+    is_layered = isinstance(window, jax.Array)
+    shares_heads = planning.axes("heads") == planning.axes("kv_heads")
+
+    def compute(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> list[jax.Array]:
+        left = iter(more)
+        positions = next(left)
+        document = None if segments is None else next(left)
+        width = next(left) if is_layered else window
+        tokens, heads = call.axes("tokens"), call.axes("heads")
+        if heads and not shares_heads:
+            k, v = (key_heads_of(q, x, heads) for x in (k, v))
+        if tokens and (ctx := manual()):
+            return [over_axes(core, q, k, v, positions, document, width, tokens, ctx.sequence)]
+        return [core(q, k, v, positions, document, width)[0]]
+
+    of_q = ("rows", "tokens", "heads", None)
+    of_k = ("rows", "tokens", "heads" if shares_heads else None, None)
+    of_token = ("rows", "tokens")
+    given = [(x, of_token) for x in (positions, segments) if x is not None] + [(window, ())] * is_layered
+    signature = Signature((of_q, of_k, of_k, *(labels for _, labels in given)), (of_q,), compute)
+    return apply(signature, q, k, v, *(x for x, _ in given))[0]
 
 
 def over_axes(

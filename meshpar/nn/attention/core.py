@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from meshpar.mesh.varying import Axes
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import current, manual_axes
 from meshpar.parallel.local import varies_over, varying
@@ -118,13 +119,18 @@ def needed_scores(seq_len: int, window: Window) -> Fraction:
 
 
 def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:
-    """Selects the key heads of the local query heads if the rules shard `heads` but not `kv_heads`; else returns `k`.
+    """Selects the key heads of the local query heads if the rules shard `heads` but not `kv_heads`; else all."""
+    axes = manual_axes("heads")
+    return k_BTKh if axes == manual_axes("kv_heads") else key_heads_of(q_BSHh, k_BTKh, axes)
+
+
+def key_heads_of(
+    q_BSHh: Float[Array, "B S H h"], k_BTKh: Float[Array, "B T K h"], axes: Axes
+) -> Float[Array, "B T L h"]:
+    """Selects the key heads of query heads that are sharded over these axes, from all key heads.
 
     If all local query heads share one key head, it is the only one; else each query head gets its own.
     """
-    axes = manual_axes("heads")
-    if axes == manual_axes("kv_heads"):
-        return k_BTKh
     heads = q_BSHh.shape[2]
     group = heads * jax.lax.axis_size(axes) // k_BTKh.shape[2]
     first = jax.lax.axis_index(axes) * heads
