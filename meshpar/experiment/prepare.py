@@ -298,9 +298,6 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     if state_paths:
         freeze += (Freeze(paths=state_paths),)
     frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
-    if run.parallel.pipeline and run.parallel.pipeline.is_stale:
-        init = model.init
-        model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
     if model.has_reference:
         model = replace(model, carried={REFERENCE: specs})
     precision = run.precision
@@ -311,6 +308,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
     by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)
     kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
+    if run.parallel.pipeline and run.parallel.pipeline.is_stale:
+        init = model.init
+        model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
     tx = _optimizer(run, specs, frozen, wrapping, kinds)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     local = run.parallel.local

@@ -154,10 +154,11 @@ def _without_others(cut: Cut, arguments: Sequence[Argument]) -> Cut:
 
 
 _NOTHING = (
-    "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters whose first dim is "
-    "called layers, and no parameters with numbered paths that are used by equal operations one after the other; apply "
-    "the layers by nn.scan(..., metadata_params={nn.PARTITION_NAME: 'layers'}), by nnx.scan, or by jax.lax.scan with "
-    "dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other; or mark them by meshpar.layers"
+    "parallel.pipeline cuts a model between equal layers, and the loss has none: no scan over parameters whose first "
+    "dim is called layers, and no parameters with numbered paths that are used by equal operations one after the "
+    "other; apply the layers by nn.scan(..., metadata_params={nn.PARTITION_NAME: 'layers'}), by nnx.scan, or by "
+    "jax.lax.scan with dims={'layers.*': ('layers', ...)}; or in a list, one layer after the other; or mark them by "
+    "meshpar.layers"
 )
 
 

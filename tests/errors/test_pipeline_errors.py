@@ -111,7 +111,7 @@ NORMED: dict[str, Any] = {
 }
 HERE = "test_pipeline_errors.py"
 CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
-    "no layers": (alone, {}, ShardingError, ["a pipeline cuts a model between equal layers, and the loss has none"]),
+    "no layers": (alone, {}, ShardingError, ["parallel.pipeline cuts a model between equal layers"]),
     "batch norm": (
         normed, NORMED, ShardingError,
         ["(Normed.__call__)", "computes the next carried.batch_stats.BatchNorm_0.mean from the batch, as batch norm"],

@@ -266,7 +266,7 @@ NOT_CUT = {
         "parallel.pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into "
         "stages\n    manual=False, or parallel.pipeline=None",
     ),
-    "partitioned": ({}, "a pipeline cuts a model between equal layers, and the loss has none: no scan over parameters"),
+    "partitioned": ({}, "parallel.pipeline cuts a model between equal layers"),
 }
 
 

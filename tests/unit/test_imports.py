@@ -577,6 +577,12 @@ def test_explain_shows_the_stages_of_an_imported_model(meshpar):
     assert drawn[5].strip() == "a message of a microbatch is 1.00 KiB on all devices of a stage: f32[2,8,16]"
 
 
+def test_an_imported_model_trains_in_stages_with_the_parameters_before_the_last_update(meshpar):
+    stale = "parallel.pipeline={kind: pipedream_2bw, num_microbatches: 4}"
+    code, output = meshpar("train", "config.yaml", *PIPED[:-1], stale, "run_dir=stale", "num_steps=2", "--json")
+    assert code == 0, output
+
+
 @pytest.mark.slow
 def test_an_imported_model_trains_in_stages_as_on_one_device(meshpar):
     alone = ["model.target=own_model:Stacked", "mesh={data: 8}", "rules={preset: [replicated], unnamed: []}"]
