@@ -1,0 +1,1 @@
+"""Counts FLOPs, bytes, memory and time in the trace of a step."""

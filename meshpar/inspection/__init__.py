@@ -1,0 +1,1 @@
+"""Reads compiled programs: what they send, compute and hold, and whether they keep a contract."""

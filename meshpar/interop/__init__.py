@@ -1,0 +1,1 @@
+"""Models, weights, data and code of others: Hugging Face, Flax, PEFT, a user's own modules."""

@@ -1,0 +1,1 @@
+"""The device mesh: axes and sizes, the machines it is made of, and how processes join it."""

@@ -1,0 +1,1 @@
+"""Generates text: the engine with its pages, and the server."""

@@ -1,0 +1,1 @@
+"""Names of dims, the rules that place them on axes, and placements."""

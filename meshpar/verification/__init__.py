@@ -1,0 +1,1 @@
+"""Compares a run with one device, and names what differs."""

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from meshpar import ConfigError, Run, cli
 from meshpar.config import load
 from meshpar.federated import Federated
-from reference import keys, pages
+from reference import keys, pages, rooms
 from tests.docs.page import ROOT
 
 SECTIONS = {root: keys.sections(root) for root in (Run, Federated)}
@@ -29,6 +29,19 @@ def test_control_a_page_that_is_not_up_to_date_is_seen(tmp_path):
     page = tmp_path / "config.md"
     page.write_text(page.read_text().replace("The peak learning rate.", "The learning rate."))
     assert pages.outdated(tmp_path) == ["config.md"]
+
+
+def test_the_map_of_the_rooms_is_up_to_date():
+    page = rooms.PAGE.read_text()
+    assert rooms.written(page) == page, "write it: make reference"
+
+
+def test_control_a_room_without_a_docstring_is_seen(tmp_path, monkeypatch):
+    (tmp_path / "meshpar").mkdir()
+    (tmp_path / "meshpar" / "new.py").write_text("x = 1\n")
+    monkeypatch.setattr(rooms, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"meshpar/new\.py has no docstring"):
+        rooms.says("new")
 
 
 def test_each_key_has_a_description():

@@ -1,4 +1,5 @@
-"""What pip installs: a wheel starts in an empty folder, and an editable install is found from every folder.
+"""What pip installs: a wheel starts in an empty folder, an editable install is found from every folder, and the image's
+commands do what the Dockerfile means.
 
 Nothing is downloaded: the dependencies are those of these tests.
 """
@@ -9,6 +10,7 @@ import email
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -155,3 +157,48 @@ def test_a_type_checker_outside_the_clone_sees_the_types(editable, tmp_path):
     done = run(checker, "--pythonpath", editable[1], "--outputjson", "mine.py", cwd=tmp_path)
     found = json.loads(done.stdout)["generalDiagnostics"]
     assert [problem["rule"] for problem in found] == ["reportAssignmentType"], found
+
+
+# The image -------------------------------------------------------------------------------------------------------
+
+
+def instructions(dockerfile: str) -> list[tuple[str, str]]:
+    """Each instruction and its arguments."""
+    joined = dockerfile.replace("\\\n", " ").splitlines()
+    return [(line.split()[0], line.partition(" ")[2]) for line in joined if line and not line.startswith("#")]
+
+
+def test_the_commands_of_the_image_install_and_start_meshpar(tmp_path):
+    """Without Docker: in an empty environment, with the image's folders below a temporary one."""
+    python = environment(tmp_path / "venv")
+    built = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "JAX": ""}
+    # The environment has no network: what pip builds with is that of these tests, and nothing is downloaded.
+    built |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
+    (tmp_path / "venv/bin/pip").write_text(f'#!/bin/sh\nexec {python} -P -m pip "$@"\n')
+    (tmp_path / "venv/bin/pip").chmod(0o755)
+    where = tmp_path
+    for name, arguments in instructions((ROOT / "Dockerfile").read_text()):
+        match name:
+            case "COPY":
+                source, target = arguments.split()
+                assert source == "."
+                copied(tmp_path / "context").rename(_made(tmp_path, target))
+            case "WORKDIR":
+                where = _made(tmp_path, arguments)
+                where.mkdir()
+            case "RUN" | "CMD":
+                command = shlex.join(json.loads(arguments)) if name == "CMD" else arguments
+                command = command.replace("/opt/", f"{tmp_path}/opt/")
+                done = subprocess.run(["sh", "-c", command], cwd=where, env=built, capture_output=True, text=True)
+                assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            case _:
+                assert name in ("FROM", "ARG"), f"{name}: this test does not know it"
+    assert (where / QUICKSTART).is_file()
+    assert "Usage: meshpar" in done.stdout
+
+
+def _made(root: Path, target: str) -> Path:
+    """A path of the image below a root, whose parent exists."""
+    path = root / target.lstrip("/")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
