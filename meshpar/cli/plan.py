@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -104,5 +105,6 @@ def plan(
     if html:
         from meshpar.planning.page import page
 
-        write("--html", html, page(found, origin()))
+        command = shlex.join(["meshpar", "train", str(config), *given])
+        write("--html", html, page(found, origin(), command))
     echo(found, json)

@@ -29,6 +29,7 @@ _WIDTH = 90.0
 _TOP = 12.0
 _HEIGHT = 320.0
 _COLOURS = ("m0", "m2", "m4", "m1", "m3", "m5", "temporaries", "outputs", "rest")
+_KINDS = {"parameters and optimizer's state": "m0", "gradients, activations and what is gathered": "m5"}
 _SECOND = 1.0
 _MOST_MICROBATCHES = 32
 """A schedule with more microbatches is drawn with this many."""
@@ -63,11 +64,12 @@ class _Scale:
         return [value for value in values if self.least <= value <= self.most]
 
 
-def page(plan: Plan, origin: str = "") -> str:
+def page(plan: Plan, origin: str = "", command: str = "") -> str:
     """The page of a plan, a whole HTML document.
 
     Args:
       origin: the command, version and date of the plan.
+      command: what trains the run that was planned, to which each layout adds its words; empty without a config file.
     """
     found = plan.found
     traced = {one.layout: one.estimate for one in [*found.ranked, *found.too_big]}
@@ -88,6 +90,11 @@ def page(plan: Plan, origin: str = "") -> str:
             rows=[_row(one, colours, plan.ranked[0].estimate.total_s) for one in plan.ranked],
             slowest=max(one.estimate.total_s for one in plan.ranked),
             colours=colours,
+            held=[_held(name, one.estimate, plan.at_most) for name, one in _measured_in_bytes(plan)],
+            at_most_bytes=plan.at_most,
+            most_held=max(plan.at_most, *(one.estimate.total_bytes for _, one in _measured_in_bytes(plan))),
+            kinds=_KINDS,
+            commands=[f"{command} {one.layout}" for one in plan.ranked] if command else [],
             points=list(_points(plan, every, traced, times, memory)),
             time_ticks=[{"at": times.at(value), "text": _round(human_time(value))} for value in times.ticks(_SECOND)],
             memory_ticks=[
@@ -154,6 +161,24 @@ def _row(one: Candidate, colours: dict[str, str], fastest_s: float) -> dict[str,
         "holds": human_bytes(one.estimate.total_bytes),
         "parts": parts,
     }
+
+
+def _measured_in_bytes(plan: Plan) -> list[tuple[str, Candidate]]:
+    """The layouts that fit by rank, and the smallest that does not."""
+    fits = [(f"{rank}. {one.layout}", one) for rank, one in enumerate(plan.ranked, 1)]
+    return [*fits, *((f"does not fit: {one.layout}", one) for one in plan.found.too_big[:1])]
+
+
+def _held(name: str, estimate: Estimate, at_most: int) -> dict[str, Any]:
+    sizes = (estimate.states_bytes, estimate.step_bytes)
+    starts = (0, estimate.states_bytes)
+    parts = [
+        {"start": start, "size": size, "colour": colour, "title": f"{kind}: {human_bytes(size)}"}
+        for (kind, colour), start, size in zip(_KINDS.items(), starts, sizes, strict=True)
+    ]
+    left = at_most - estimate.total_bytes
+    over = f"{human_bytes(left)} left" if left >= 0 else f"{human_bytes(-left)} too many"
+    return {"name": name, "holds": human_bytes(estimate.total_bytes), "left": over, "parts": parts}
 
 
 def _schedule(one: Candidate, machine: Machine) -> Markup | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from html import unescape
 
 import pytest
 
 import meshpar
+from meshpar import Run
+from meshpar.config import load
 from meshpar.planning.page import _Scale, page
 from tests.docs.page import ROOT
 from tests.program.chromium import chromium
@@ -18,6 +22,11 @@ DOCS = ROOT / "docs"
 POINTS = """[...document.querySelectorAll('.point')].map(e => [
   e.querySelector('title').textContent, e.getBoundingClientRect().left, e.getBoundingClientRect().top, e.classList.value
 ])"""
+HELD = """[...document.querySelectorAll('.held')].map(svg => {
+  const box = svg.getBoundingClientRect();
+  const right = Math.max(...[...svg.querySelectorAll('rect')].map(e => e.getBoundingClientRect().right));
+  return [right - box.left, svg.querySelector('.limit').getBoundingClientRect().left - box.left];
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,13 @@ def faults(browser, html, planned, folder, width=1280, scheme="light"):
             at = first + (last - first) * (math.log(value(estimate)) - low) / (high - low)
             if abs(point[axis] - at) > 2:
                 found.add("has a point out of place")
+    held = browser.ask(HELD)
+    limit = {round(line / planned.at_most, 6) for _, line in held}
+    sizes = [one.estimate.total_bytes for one in planned.ranked]
+    if any(abs(width / line - size / planned.at_most) > 0.01 for (width, line), size in zip(held, sizes, strict=False)):
+        found.add("has a bar of another length")
+    if len(limit) > 1:
+        found.add("has another limit")
     is_marked = points[str(planned.ranked[0].layout)][2] == "point best"
     is_drawn = bool(browser.ask("document.querySelectorAll('.schedule svg rect').length"))
     return (
@@ -65,6 +81,7 @@ def test_a_plan_is_drawn_to_scale_and_fits_the_screen(browser, planned, tmp_path
 
 BROKEN = {
     "a point's place": (r'(class="point best" cx=)"[^"]*"', r'\1"50%"', "has a point out of place"),
+    "what is held": (r'(<svg class="held".*?width=)"[^"]*"', r'\1"77%"', "has a bar of another length"),
     "the mark": ("point best", "point traced", "marks another layout"),
     "a missing point": (r'<circle class="point best".*?</circle>', "", "lacks a point"),
     "the schedule": (r'(<div class="schedule">).*?</div>', r"\1</div>", "lacks a schedule"),
@@ -104,6 +121,22 @@ def test_the_drawings_of_the_docs_suit_pages_of_both_schemes(browser, scheme):
         browser.open(path, 1280, scheme)
         paper, least = browser.ask(PAPER_AND_WORDS)
         assert (paper > 0.9 if scheme == "light" else paper < 0.05) and least >= 4.5, (path.name, paper, least)
+
+
+def test_the_commands_of_a_plan_train_its_layouts(planned):
+    """Each word of a command is taken as the shell and a config take it."""
+    html = page(planned, command="meshpar train configs/quickstart.yaml num_steps=7")
+    commands = [unescape(one) for one in re.findall(r'<p class="mono small">\d+\. (meshpar train .*)</p>', html)]
+    assert len(commands) == len(planned.ranked)
+    for command, one in zip(commands, planned.ranked, strict=True):
+        _, _, config, *changes = shlex.split(command)
+        run = load(Run, ROOT / config, changes)
+        assert run.num_steps == 7
+        assert {axis: size for axis, size in run.mesh.sizes.items() if size > 1} == one.layout.mesh
+        assert (run.parallel.pipeline.kind, run.parallel.pipeline.num_microbatches) == (
+            "1f1b",
+            one.layout.num_microbatches,
+        )
 
 
 def ticks(html: str) -> list[str]:
