@@ -25,7 +25,7 @@ from meshpar.interop.peft import files_of
 from meshpar.interop.peft_export import write_adapter
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
-from meshpar.nn.compressed import dense
+from meshpar.nn.compressed import dense, dequantized, kernels_in_codes
 from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
@@ -92,7 +92,9 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
         run = load(made / RUN_CONFIG, overrides)
         run.mesh.simulate(None)
         prepared = prepare(run.model_copy(update={"data": NoData(**_batches(run))}))
-        state = PretrainedBeginning(prepared, pretrained).state()
+        model = run.model.generation()
+        codes = kernels_in_codes(model.abstract()) if model and model.weights else {}
+        state = PretrainedBeginning(prepared, pretrained, codes).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))
         with checkpoints(made / FOLDER, about=prepared.about) as saved:
             saved.save(0, state)
@@ -179,6 +181,7 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
     if base is None and not (run.init and run.init.from_hf):
         raise ConfigError("base: the run did not start from a Hugging Face folder; name the base model's, by --base")
     base = base or str(run.init.from_hf.resolve())  # pyright: ignore
+    model = model.model_copy(update={"weights": None})
     write_adapter(folder, model, run.lora, params, base, _companions(run, saved))
 
 
@@ -219,7 +222,18 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
       CheckpointError: there is no checkpoint, or it holds no config of a run.
     """
     run, params, where = _restored(source)
-    return run, run.lora.merged(params) if run.lora else params, where
+    return (*merged(run, params), where) if run.lora else (run, params, where)
+
+
+def merged(run: Run, params: dict[str, jax.Array]) -> tuple[Run, dict[str, jax.Array]]:
+    """A run with LoRA as one of the model in floats, and its parameters by path with LoRA merged into the kernels."""
+    lora = run.lora
+    assert lora, "only LoRA is merged"
+    model = run.model.generation()
+    if model and model.weights:
+        params = dequantized(model.abstract(), params)
+        run = run.model_copy(update={"model": model.model_copy(update={"weights": None})})
+    return run, lora.merged(params)
 
 
 def _restored(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:

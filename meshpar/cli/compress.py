@@ -16,8 +16,8 @@ def compress(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the config of a run.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The run directory to write.")],
     weights: Annotated[
-        Literal["int8", "int4"] | None,
-        typer.Option(metavar="KIND", help="Store kernels as integers: int8 or int4.", show_default="floats"),
+        Literal["int8", "int4", "nf4"] | None,
+        typer.Option(metavar="KIND", help="Store kernels as codes: int8, int4 or nf4.", show_default="floats"),
     ] = None,
     group: Annotated[int, typer.Option(min=1, help="Inputs that share a scale.")] = 64,
     low_rank_error: Annotated[
@@ -28,7 +28,7 @@ def compress(
 ) -> None:
     """Writes the last checkpoint of a run as a run that stores its projections in fewer bytes. Overwrites nothing."""
     if weights is None and low_rank_error is None:
-        raise ConfigError("compress needs --weights int8, --weights int4 or --low-rank-error E")
+        raise ConfigError("compress needs --weights int8, int4 or nf4, or --low-rank-error E")
     from meshpar.compression import compress as compressed
     from meshpar.nn.quantized_kernel import Quantized
 

@@ -39,6 +39,7 @@ from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
+from meshpar.nn.compressed import kernels_in_codes
 from meshpar.nn.lora import is_lora
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
@@ -477,7 +478,9 @@ def _beginning(
             raise ConfigError(_no_folder(init.from_hf))
         pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
-        return PretrainedBeginning(prepared, pretrained)
+        model = prepared.run.model.hugging_face()
+        codes = kernels_in_codes(model.abstract()) if model and model.weights else {}
+        return PretrainedBeginning(prepared, pretrained, codes)
     if source is None and init and init.from_checkpoint:
         source = find(init.from_checkpoint, init.include)
         include = init.include

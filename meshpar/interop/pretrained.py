@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from meshpar.checkpoint.saved import find
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import Pretrained
 from meshpar.interop.peft import files_of
+from meshpar.nn.quantized_kernel import STORED, QuantizedKernel
 from meshpar.train.data.tokenizer import Bytes, Tokenizer
+from meshpar.train.program import shardings
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths
@@ -20,21 +26,42 @@ from meshpar.tree import flatten_with_paths
 
 @dataclass(frozen=True)
 class PretrainedBeginning:
-    """The first state of a training, with the parameters of a folder. Others, such as LoRA's, are initialized."""
+    """The first state of a training, with the parameters of a folder. Others, such as LoRA's, are initialized.
+
+    Args:
+      codes: by path, the kernels that the model stores as codes.
+    """
 
     training: Training
     source: Pretrained
+    codes: Mapping[str, QuantizedKernel] = field(default_factory=dict)
 
     def state(self) -> TrainState:
         """Reads the parameters, each device its own shards, and initializes the rest."""
         structs = flatten_with_paths(self.training.placement.structs.params)
-        params = self.source.params({path: structs[path] for path in self.source.paths})
+        params: dict[str, jax.Array] = {}
+        for path, kernel in self.codes.items():
+            params |= self._quantized(path, kernel, structs)
+        params |= self.source.params({path: structs[path] for path in self.source.paths if path not in self.codes})
         return self.training.compile_init(given={f"params.{path}": array for path, array in params.items()})()
+
+    def _quantized(
+        self, path: str, kernel: QuantizedKernel, structs: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.Array]:
+        """What is stored for a kernel of the folder. Memory: the kernel too, sharded like its codes."""
+        stored = {name: structs[f"{path}.{name}"] for name in STORED if f"{path}.{name}" in structs}
+        dtype = stored["steps" if "steps" in stored else "scales"].dtype
+        read = self.source.params({path: jax.ShapeDtypeStruct(kernel.shape, dtype, sharding=stored["codes"].sharding)})
+        dim = len(kernel.shape) - kernel.from_end
+        of_kernel = partial(kernel.how.quantize, dim=dim, num_inputs=kernel.num_inputs)
+        quantize = jax.jit(of_kernel, out_shardings=shardings(stored))
+        return {f"{path}.{name}": array for name, array in quantize(read[path]).items()}
 
     def record(self) -> dict[str, Any]:
         """The entry for the run's records: the source, and which parameters were restored and initialized."""
-        taken = [f"params.{path}" for path in self.source.paths]
-        made = [f"params.{path}" for path in flatten_with_paths(self.training.specs) if path not in self.source.paths]
+        paths = list(flatten_with_paths(self.training.specs))
+        read = {path for path in paths if path in self.source.paths or path.rpartition(".")[0] in self.codes}
+        taken, made = ([f"params.{path}" for path in paths if (path in read) == is_read] for is_read in (True, False))
         return {"source": str(self.source.folder), "restored": taken, "initialized": made, "ignored": [], "changed": {}}
 
 

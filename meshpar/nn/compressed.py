@@ -16,7 +16,7 @@ from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.nn.experts.mlp import ExpertProjection
 from meshpar.nn.layers import STACKED, LinearMap, Projection
 from meshpar.nn.lora import projections
-from meshpar.nn.quantized_kernel import Quantized, QuantizedKernel
+from meshpar.nn.quantized_kernel import STORED, Quantized, QuantizedKernel
 from meshpar.parallel.precision import wide
 
 
@@ -128,8 +128,8 @@ def quantize(module: nnx.Module, params: Mapping[str, jax.Array], how: Quantized
     """
     quantized = dict(params)
     for path, one in _maps(module).items():
-        codes, scales = how.quantize(quantized.pop(f"{path}.kernel"), one.grouped_dim)
-        quantized |= {f"{path}.kernel.codes": codes, f"{path}.kernel.scales": scales}
+        stored = how.quantize(quantized.pop(f"{path}.kernel"), one.grouped_dim, one.num_inputs)
+        quantized |= {f"{path}.kernel.{name}": array for name, array in stored.items()}
     return quantized
 
 
@@ -141,17 +141,31 @@ def dense(module: nnx.Module, params: Mapping[str, jax.Array]) -> dict[str, jax.
 
     Numerics: in float32 at least, then rounded to the dtype of the parameters.
     """
-    plain = dict(params)
+    plain = dequantized(module, params)
     maps = _maps(module)
-    for path, one in maps.items():
-        if isinstance(one.kernel, QuantizedKernel):
-            codes = plain.pop(f"{path}.kernel.codes")
-            scales = plain.pop(f"{path}.kernel.scales")
-            plain[f"{path}.kernel"] = one.kernel.how.dequantize(codes, scales, codes.ndim - one.kernel.from_end)
     for path in [path for path in maps if path.endswith(".expand")]:
         first = f"{path.removesuffix('.expand')}.kernel"
         second = plain.pop(f"{path}.kernel")
         plain[first] = _product(plain[first], second, sum(dim in STACKED for dim in _dims(maps[path])))
+    return plain
+
+
+def kernels_in_codes(module: nnx.Module) -> dict[str, QuantizedKernel]:
+    """The kernels of a model that are stored as codes, by path."""
+    maps = {f"{path}.kernel": one.kernel for path, one in _maps(module).items()}
+    return {path: kernel for path, kernel in maps.items() if isinstance(kernel, QuantizedKernel)}
+
+
+def dequantized(module: nnx.Module, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The parameters with kernels in place of their codes.
+
+    Args:
+      module: the model that stores codes, with arrays or abstract.
+    """
+    plain = dict(params)
+    for path, kernel in kernels_in_codes(module).items():
+        names = [name for name in STORED if f"{path}.{name}" in plain]
+        plain[path] = kernel.of({name: plain.pop(f"{path}.{name}") for name in names})
     return plain
 
 
@@ -165,8 +179,7 @@ def _product(first: jax.Array, second: jax.Array, stacked: int) -> jax.Array:
 
 
 def _dims(one: LinearMap) -> tuple[str, ...]:
-    kernel = one.kernel.codes if isinstance(one.kernel, QuantizedKernel) else one.kernel
-    return kernel.get_metadata()["dims"]
+    return one.kernel.dims if isinstance(one.kernel, QuantizedKernel) else one.kernel.get_metadata()["dims"]
 
 
 def _maps(module: nnx.Module) -> dict[str, LinearMap]:

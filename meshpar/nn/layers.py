@@ -146,7 +146,7 @@ class LinearMap(nnx.Module):
 
     def quantize(self, how: Quantized) -> None:
         """Stores the kernel as codes."""
-        self.kernel = QuantizedKernel(self.floats, how, self.grouped_dim)
+        self.kernel = QuantizedKernel(self.floats, how, self.grouped_dim, self.num_inputs)
 
 
 class Projection(LinearMap):

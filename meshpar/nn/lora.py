@@ -63,19 +63,15 @@ class LoRA(Config):
                 parents = sorted({path.rpartition(".")[0] for path in found})
                 fix = suggestion(glob, found, f"there are {', '.join(f'{parent}.*' for parent in parents)}")
                 problems.add("lora.paths", f"{glob!r} matches no projection", fix)
-        adapted = {path: one for path, one in found.items() if any(matching([path], glob) for glob in self.paths)}
-        for path, projection in adapted.items():
-            if isinstance(projection.kernel, QuantizedKernel):
-                fix = "the run before `meshpar compress`"
-                problems.add(f"lora.paths: {path}", "its kernel is stored as codes", fix)
         problems.raise_any(ConfigError, "LoRA adapts the projections of a model:")
-        for projection in adapted.values():
-            projection.lora = self._adapter(projection, rngs)
+        for path, projection in found.items():
+            if any(matching([path], glob) for glob in self.paths):
+                projection.lora = self._adapter(projection, rngs)
 
     def _adapter(self, projection: Adapted, rngs: nnx.Rngs) -> LowRank:
-        kernel = projection.floats if isinstance(projection, Projection) else projection.kernel
+        kernel = projection.kernel
         shape = kernel.shape
-        dims = kernel.get_metadata()["dims"]
+        dims = kernel.dims if isinstance(kernel, QuantizedKernel) else kernel.get_metadata()["dims"]
         start = sum(dim in STACKED for dim in dims)
         end = start + projection.num_inputs
         std = math.prod(shape[start:end]) ** -0.5

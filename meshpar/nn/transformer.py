@@ -119,8 +119,8 @@ class Decoder(Config):
     low_rank: Coerced[tuple[LowRankKernel, ...], Sequence[dict[str, Any]]] = default(())
     """Projections whose kernels are products of two thin matrices, as `meshpar compress` finds them."""
     weights: Coerced[Quantized | None, str | dict[str, Any]] = default(None)
-    """How the kernels of projections are stored: `int8` or `int4`, by groups. They are not trained. Default: as floats
-    of `precision.params`. `meshpar compress` writes trained models in this form."""
+    """How the kernels of projections are stored: `int8`, `int4` or `nf4`, by groups. They are not trained, but LoRA is.
+    Default: as floats of `precision.params`. `meshpar compress` writes trained models in this form."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:
@@ -240,8 +240,10 @@ class Decoder(Config):
         return nnx.eval_shape(lambda: self.build(nnx.Rngs(0)))
 
 
-TRAINING_FIELDS = ("pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat", "unroll")
-"""The fields that do not change what a trained model computes."""
+TRAINING_FIELDS = (
+    "pad_vocab_to_multiple", "pad_layers_to_multiple", "dropout", "attention", "remat", "unroll", "weights",
+)  # fmt: skip
+"""The fields that a folder of Hugging Face does not have: those of training, and how kernels are stored."""
 
 
 class Block(nnx.Module):

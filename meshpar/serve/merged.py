@@ -8,14 +8,14 @@ import jax
 import numpy as np
 
 from meshpar.checkpoint.saved import Checkpoint
-from meshpar.convert import restore_params
+from meshpar.convert import merged, restore_params
 from meshpar.experiment.config import Run
 from meshpar.experiment.validate import task_of
 from meshpar.nn.lora import LoRA, is_lora
 from meshpar.parallel.precision import stored_in
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.sharding.resolve import resolve
-from meshpar.train.program import compile_program, shardings, structs, trace
+from meshpar.train.program import compile_program, structs, trace
 from meshpar.train.state import stored
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -42,8 +42,10 @@ def restore_merged(run: Run, lora: LoRA, saved: Checkpoint, plain: Any) -> Any:
     updates = {path: params.pop(path) for path in list(params) if is_lora(path)}
 
     def merge(params: Arrays, updates: Arrays) -> Arrays:
-        return lora.merged(params | updates)
+        return merged(run, params | updates)[1]
 
-    compiled = compile_program(trace(merge, (params, updates), shardings(params), donate=(0,)))
-    merged = compiled(params, updates)
-    return map_with_path(lambda path, _: merged[path], plain)
+    placed = {path: struct.sharding for path, struct in flatten_with_paths(plain).items()}
+    is_of_floats = placed.keys() == params.keys()  # codes cannot become the floats that they stand for in place
+    compiled = compile_program(trace(merge, (params, updates), placed, donate=(0,) if is_of_floats else ()))
+    found = compiled(params, updates)
+    return map_with_path(lambda path, _: found[path], plain)

@@ -155,7 +155,13 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
         saved = find(path, (*PARAMS, *AVERAGES))
         return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
 
-    return Source(run, restore, language, folder if language else _chat_files(run))
+    return Source(_in_floats(run) if run.lora else run, restore, language, folder if language else _chat_files(run))
+
+
+def _in_floats(run: Run) -> Run:
+    """The run whose kernels are floats, to which updates of LoRA can be added."""
+    decoder = run.model.generation()
+    return run.model_copy(update={"model": decoder.model_copy(update={"weights": None})}) if decoder else run
 
 
 def _closing(tokenizer: Tokenizer) -> set[int]:

@@ -205,3 +205,43 @@ def test_a_run_without_lora_has_no_adapter(base, tmp_path):
     convert.from_hf(base, tmp_path / "plain", ["mesh.data=8"])
     with pytest.raises(CheckpointError, match="trained without LoRA"):
         convert.to_peft(tmp_path / "plain", tmp_path / "none")
+
+
+NF4: dict[str, Any] = {"kind": "nf4", "group": 4, "double": True}
+
+
+def qlora(base: Path, run_dir: Path) -> meshpar.Run:
+    """A run that trains LoRA on a folder's kernels in nf4, on a mesh."""
+    return meshpar.Run(
+        model={"weights": NF4}, init={"from_hf": base}, lora={"rank": 2, "alpha": 3, "paths": LLAMA[1]},  # pyright: ignore
+        rules=["fsdp", "megatron"], mesh={"data": 2, "fsdp": 2, "tensor": 2},  # pyright: ignore
+        data={"kind": "synthetic", "batch_size": 8, "seq_len": 8, "vocab_size": 32},  # pyright: ignore
+        optim={"kind": "adamw", "lr": 0.1}, num_steps=2, run_dir=run_dir, loggers=[],  # pyright: ignore
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_folder_is_quantized_as_it_is_read_and_lora_trains_on_the_codes(base, tmp_path):
+    """The exported model is the folder's, rounded to nf4, with the update; the adapter has the same update."""
+    run = qlora(base, tmp_path / "run")
+    meshpar.fit(run, json=True)
+    convert.to_hf(run.run_dir, tmp_path / "merged")
+    convert.to_peft(run.run_dir, tmp_path / "adapter")
+    plain, adapted_, merged = (
+        open_pretrained(folder).tensors for folder in (base, tmp_path / "adapter", tmp_path / "merged")
+    )
+    how = meshpar.Quantized(**NF4)
+    for name, tensor in plain.items():
+        want = tensor.read()
+        if name.endswith("_proj.weight"):
+            kernel = jnp.asarray(want.T)
+            # The four heads are four input dims of o_proj.
+            heads = kernel.reshape(4, 4, -1) if "o_proj" in name else kernel
+            num = heads.ndim - 1
+            codes = how.quantize(heads, num - 1, num)
+            rounded = np.asarray(how.dequantize(codes, num - 1, num)).reshape(kernel.shape).T
+            assert 0.001 < abs(rounded - want).max() < 0.1
+            want = rounded + adapted_[name].read() - want
+        np.testing.assert_allclose(merged[name].read(), want, rtol=0, atol=1e-6, err_msg=name)
+    answers = meshpar.generate(run.run_dir, ["3 4"], max_tokens=4).texts
+    assert answers == meshpar.generate(tmp_path / "merged", ["3 4"], overrides=["mesh.data=8"], max_tokens=4).texts

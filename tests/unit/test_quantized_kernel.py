@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from meshpar.errors import ConfigError
 from meshpar.models import Llama
@@ -13,19 +14,37 @@ from meshpar.nn import quantized_kernel
 from meshpar.nn.quantized_kernel import Quantized
 from meshpar.tree import flatten_with_paths
 
-LARGEST = {"int8": 127, "int4": 7}
+LARGEST = {"int8": 127, "int4": 7, "nf4": 1}
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "vocab_size": 29}
 
 
-def by_definition(kernel: np.ndarray, dim: int, group: int, largest: int) -> np.ndarray:
+def normal_quantiles() -> np.ndarray:
+    """The levels of nf4, as the paper makes them: quantiles of the normal distribution."""
+    end = 1 - (1 / 32 + 1 / 30) / 2  # the mean of the outer halves of 16 and of 15 intervals
+    above = norm.ppf(np.linspace(end, 0.5, 9)[:-1])
+    below = -norm.ppf(np.linspace(end, 0.5, 8)[:-1])
+    levels = np.sort(np.concatenate([above, below, [0.0]]))
+    return levels / levels.max()
+
+
+def by_definition(
+    kernel: np.ndarray, dim: int, group: int, kind: str, double: bool = False, num_inputs: int = 1
+) -> np.ndarray:
     """The kernel that codes stand for, one group after the other."""
+    levels = np.array(quantized_kernel.NF4) if kind == "nf4" else np.arange(-LARGEST[kind], LARGEST[kind] + 1)
     moved = np.moveaxis(kernel, dim, 0)
+    starts = range(0, len(moved), group)
+    scales = np.stack([np.abs(moved[start : start + group]).max(0) / levels.max() for start in starts])
+    if double:
+        inputs = (0, *range(dim - num_inputs + 2, dim + 1))  # the groups, and then the other input dims
+        mean = scales.mean(inputs, keepdims=True)
+        step = np.abs(scales - mean).max(inputs, keepdims=True) / 127
+        scales = np.rint((scales - mean) / np.where(step == 0, 1, step)) * step + mean
     found = np.zeros_like(moved)
-    for start in range(0, len(moved), group):
-        part = moved[start : start + group]
-        scale = np.abs(part).max(0) / largest
-        steps = np.divide(part, scale, out=np.zeros_like(part), where=scale != 0)
-        found[start : start + group] = np.clip(np.rint(steps), -largest, largest) * scale
+    for start, scale in zip(starts, scales, strict=True):
+        steps = moved[start : start + group] / np.where(scale == 0, 1, scale)
+        nearest = np.abs(steps[..., None] - levels).argmin(-1)
+        found[start : start + group] = levels[nearest] * scale
     return np.moveaxis(found, 0, dim)
 
 
@@ -35,17 +54,35 @@ def test_a_kernel_is_that_of_the_definition(kind, shape, dim, group, float64):
     kernel = np.random.default_rng(0).normal(size=shape)
     kernel.reshape(-1)[: kernel.size // 4] = 0  # whole groups of zeros too
     how = Quantized(kind=kind, group=group)
-    codes, scales = how.quantize(jnp.asarray(kernel), dim)
-    want = by_definition(kernel, dim, group, LARGEST[kind])
-    assert abs(np.asarray(how.dequantize(codes, scales, dim)) - want).max() < 1e-15
-    assert codes.nbytes == kernel.size // (2 if kind == "int4" else 1)
-    assert scales.size == kernel.size // min(group, shape[dim])
+    stored = how.quantize(jnp.asarray(kernel), dim)
+    want = by_definition(kernel, dim, min(group, shape[dim]), kind)
+    assert abs(np.asarray(how.dequantize(stored, dim)) - want).max() < 1e-15
+    assert stored["codes"].nbytes == kernel.size // (1 if kind == "int8" else 2)
+    assert stored["scales"].size == kernel.size // min(group, shape[dim])
+
+
+@pytest.mark.parametrize(("shape", "dim", "num_inputs"), [((2, 32, 6), 1, 1), ((2, 4, 8, 3), 2, 2)])
+def test_double_quantization_stores_scales_as_codes_of_each_output(shape, dim, num_inputs, float64):
+    kernel = np.random.default_rng(1).normal(size=shape)
+    how = Quantized(kind="nf4", group=4, double=True)
+    stored = how.quantize(jnp.asarray(kernel), dim, num_inputs)
+    want = by_definition(kernel, dim, 4, "nf4", double=True, num_inputs=num_inputs)
+    assert abs(np.asarray(how.dequantize(stored, dim, num_inputs)) - want).max() < 1e-15
+    assert stored["scales"].dtype == jnp.int8
+    num_outputs = kernel.size // np.prod(shape[dim - num_inputs + 1 : dim + 1])
+    assert sum(x.nbytes for x in stored.values()) == kernel.size // 2 + kernel.size // 4 + 2 * 8 * num_outputs
+
+
+def test_the_levels_are_those_of_the_paper():
+    """The reference implementation computed its table in float32."""
+    assert abs(np.array(quantized_kernel.NF4) - normal_quantiles()).max() < 1e-6
 
 
 def test_rounded_scales_are_those_that_codes_are_divided_by():
     kernel = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.bfloat16)
     how = Quantized(kind="int8")
-    codes, scales = how.quantize(kernel, 0)
+    stored = how.quantize(kernel, 0)
+    codes, scales = stored["codes"], stored["scales"]
     assert scales.dtype == jnp.bfloat16
     restored = np.asarray(codes, np.float64) * np.asarray(scales, np.float64)
     error = abs(restored - np.asarray(kernel, np.float64)) / np.asarray(scales, np.float64)
@@ -59,8 +96,8 @@ def test_planted_nibbles_in_the_other_order_are_seen(monkeypatch):
     how = Quantized(kind="int4")
     unpacked = quantized_kernel._unpacked
     monkeypatch.setattr(quantized_kernel, "_unpacked", lambda x, dim: unpacked((x >> 4) | (x << 4), dim))
-    got = how.dequantize(*how.quantize(jnp.asarray(kernel), 0), 0)
-    assert abs(np.asarray(got) - by_definition(kernel, 0, 8, 7)).max() > 0.1
+    got = how.dequantize(how.quantize(jnp.asarray(kernel), 0), 0)
+    assert abs(np.asarray(got) - by_definition(kernel, 0, 8, "int4")).max() > 0.1
 
 
 def test_all_kernels_that_cannot_be_divided_are_listed():
