@@ -68,7 +68,7 @@ class Digits(Source):
             from sklearn.datasets import load_digits
         except ImportError:
             raise ConfigError("data.kind: digits needs scikit-learn; pip install scikit-learn") from None
-        x, y = load_digits(return_X_y=True)
+        x, y = (np.asarray(one) for one in load_digits(return_X_y=True))  # not data frames, to a type checker
         order = np.random.default_rng(self.seed).permutation(len(y))
         return Examples(x[order] / 16, y[order].astype(np.int32))
 
