@@ -17,6 +17,7 @@ from meshpar.train.data import (
     Numpy,
     Parquet,
     Preferences,
+    Shards,
     StandardLibrary,
     Synthetic,
     Text,
@@ -25,5 +26,5 @@ from meshpar.train.data import (
 
 __all__ = [
     "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet",
-    "Preferences", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Preferences", "Shards", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip

@@ -1,23 +1,25 @@
-"""`meshpar data`: `show`."""
+"""`meshpar data`: `show` and `build`."""
 
 from __future__ import annotations
 
 import json as json_format
+import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Overrides, Verbs, app
+from meshpar.cli.app import AsJson, ConfigFile, Overrides, Verbs, app, echo
 from meshpar.errors import ConfigError
 
 verbs = Verbs(no_args_is_help=True)
-app.add_typer(verbs, name="data", help="Shows what a run trains on.")
+app.add_typer(verbs, name="data", help="Shows what a run trains on, and encodes it once.")
 
 
 @verbs.callback()
 def _data() -> None:
-    """Shows what a run trains on."""
+    """Shows what a run trains on, and encodes it once."""
 
 
 @verbs.command()
@@ -43,3 +45,41 @@ def show(
         typer.echo(found.text(lambda text: typer.style(text, fg="green", bold=True)))
     else:
         typer.echo(str(found))
+
+
+@verbs.command()
+def build(
+    config: ConfigFile,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write.", show_default=False)],
+    overrides: Overrides = None,
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="Number of processes that encode.")] = 1,
+    shard_bytes: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, help="Bytes of the files that become one shard, about.")
+    ] = 2**28,
+    part: Annotated[str, typer.Option(metavar="I/N", help="Encode each N-th shard, from the I-th on.")] = "1/1",
+    json: AsJson = False,
+) -> None:
+    """Encodes the data of a config once, in shards, for `data: {kind: shards, path: FOLDER}`.
+
+    A build that was stopped goes on with the same command: finished shards are not encoded again. Several hosts that
+    see the same folder share a build with --part 1/2 and --part 2/2.
+    """
+    from meshpar.experiment.config import load
+    from meshpar.progress import say
+    from meshpar.train.data.corpus import TextCorpus
+    from meshpar.train.data.shards.build import build as encode
+
+    run = load(config, overrides or [])
+    if not isinstance(run.data, TextCorpus):
+        what = f"data.kind = {run.data.kind}: only text is encoded in shards"
+        fix = "build each part alone, and mix the folders" if run.data.kind == "mixture" else "train on it as it is"
+        raise ConfigError(f"{what}; {fix}")
+    echo(encode(run.data, output, processes, shard_bytes, _part(part), say), json)
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    index, num = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= index <= num:
+        raise ConfigError(f"--part {text}: is no part; for the first of two parts: --part 1/2")
+    return index, num

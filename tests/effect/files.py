@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from meshpar.train.data import Jsonl
+from meshpar.train.data.shards.build import build
 from tests.chats import UNMARKED, conversations, write_lines
 from tests.chats import write_tokenizer as write_chat_tokenizer
 from tests.sources import texts, write_tokenizer
@@ -37,6 +39,8 @@ def written(folder: Path) -> None:
                 file.write_table(table)
             ids = [token for text in some for token in (0, *tokenizer.encode(text), tokenizer.eos)]
             np.save(folder / f"{prefix}-ids" / f"{half}.npy", np.asarray(ids, np.uint16))
+        lines = Jsonl(path=str(folder / f"{prefix}-lines"), field="body", held_out_fraction=0.25)
+        build(lines, folder / f"{prefix}-shards")
 
 
 def _write_chats(folder: Path) -> None:

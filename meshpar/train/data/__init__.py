@@ -12,11 +12,12 @@ from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.mixture import AnyCorpus, Mixture, MixtureComponent
 from meshpar.train.data.numpy_files import Numpy
+from meshpar.train.data.shards.config import Shards
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 __all__ = [
     "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy",
-    "Parquet", "Preferences", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Parquet", "Preferences", "Shards", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
 Data = Annotated[AnyCorpus | Mixture | NoData | Preferences, Field(discriminator="kind")]

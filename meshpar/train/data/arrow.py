@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,24 @@ from meshpar.errors import DataError, Problems, nearest
 from meshpar.train.data.corpus import AtPath, TextCorpus
 from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents
 from meshpar.train.data.encode import Content, check_ids
+from meshpar.train.data.file_ranges import FileRange
 from meshpar.train.data.tokenizer import missing_extra
+
+WHOLE = FileRange(())
+
+
+class Opened(NamedTuple):
+    """A column of a file.
+
+    Args:
+      schema: of the whole file.
+      arrays: Arrow arrays of the units that were asked for.
+      first_row: the number of rows before the arrays.
+    """
+
+    schema: Any
+    arrays: Iterator[Any]
+    first_row: int
 
 
 class _Column(AtPath, TextCorpus):
@@ -25,25 +43,24 @@ class _Column(AtPath, TextCorpus):
     """The column that contains the documents."""
 
     @abstractmethod
-    def open(self, path: Path) -> tuple[Any, Iterator[Any]]:
-        """The schema of a file, and its column as a sequence of Arrow arrays."""
+    def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
+        """The column of a file, or of the units from `start` to `stop`."""
 
     def files(self) -> list[Path]:
         files = super().files()
         problems = Problems()
         for path in files:
             with _reading(path, problems):
-                schema, _ = self.open(path)
-                if fault := _fault(schema, self.column):
+                if fault := _fault(self.open(path).schema, self.column):
                     problems.add(str(path), *fault)
         problems.raise_any(DataError, HEADING)
         return files
 
-    def read(self, files: list[Path]) -> Iterator[Content]:
+    def read(self, part: FileRange) -> Iterator[Content]:
         problems = Problems()
-        for path in files:
-            row = 0
-            for values in self._values(path, problems):
+        for path in part.files:
+            row = self.open(path, part.start, part.stop).first_row if part.start else 0
+            for values in self._values(path, problems, part):
                 if _is_list(values.type):
                     ids, starts, sizes = _lists(values)
                     contents = (ids[start : start + size] for start, size in zip(starts, sizes, strict=True))
@@ -53,10 +70,10 @@ class _Column(AtPath, TextCorpus):
                 row += len(values)
         problems.raise_any(DataError, HEADING)
 
-    def _values(self, path: Path, problems: Problems) -> Iterator[Any]:
+    def _values(self, path: Path, problems: Problems, part: FileRange = WHOLE) -> Iterator[Any]:
         """The arrays of the column, up to the first that has nulls. Offsets and UTF-8 are validated before use."""
         with _reading(path, problems):
-            for values in self.open(path)[1]:
+            for values in self.open(path, part.start, part.stop).arrays:
                 values.validate(full=True)
                 nulls = values.null_count or (_is_list(values.type) and values.flatten().null_count)
                 if nulls:
@@ -76,10 +93,15 @@ class Parquet(_Column):
     kind: Literal["parquet"] = "parquet"
     glob: str = "**/*.parquet"
 
-    def open(self, path: Path) -> tuple[Any, Iterator[Any]]:
+    def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
         parquet = _pyarrow("pyarrow.parquet").ParquetFile(path)
-        batches = parquet.iter_batches(batch_size=1024, columns=[self.column])
-        return parquet.schema_arrow, (batch.column(0) for batch in batches)
+        groups = range(parquet.num_row_groups)
+        batches = parquet.iter_batches(batch_size=1024, columns=[self.column], row_groups=groups[start:stop])
+        first = sum(parquet.metadata.row_group(i).num_rows for i in groups[:start])
+        return Opened(parquet.schema_arrow, (batch.column(0) for batch in batches), first)
+
+    def units(self, path: Path) -> int:
+        return _pyarrow("pyarrow.parquet").ParquetFile(path).num_row_groups
 
 
 class Arrow(_Column):
@@ -92,20 +114,15 @@ class Arrow(_Column):
     kind: Literal["arrow"] = "arrow"
     glob: str = "**/*.arrow"
 
-    def open(self, path: Path) -> tuple[Any, Iterator[Any]]:
-        ipc = _pyarrow("pyarrow.ipc")
-        memory_map = _pyarrow("pyarrow").memory_map
-        try:
-            reader = ipc.open_file(memory_map(str(path)))
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        except ValueError:  # not a file: perhaps a stream
-            batches = reader = ipc.open_stream(memory_map(str(path)))
-        at = reader.schema.get_field_index(self.column)
-        return reader.schema, (batch.column(at) for batch in batches)
+    def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
+        return open_arrow(path, self.column, start, stop)
+
+    def units(self, path: Path) -> int:
+        return num_batches(path)
 
     def documents(self) -> Documents:
         files = self.files()
-        if not all(_is_list(self.open(path)[0].field(self.column).type) for path in files):
+        if not all(_is_list(self.open(path).schema.field(self.column).type) for path in files):
             return super().documents()
         problems = Problems()
         found: list[DocumentOffsets] = []
@@ -119,6 +136,32 @@ class Arrow(_Column):
                 problems.add(str(path), f"its column {self.column!r} {error}")
         problems.raise_any(DataError, HEADING)
         return Documents.in_place(found, self.tokenizer.bos)
+
+
+def open_arrow(path: Path, column: str, start: int = 0, stop: int | None = None) -> Opened:
+    """A column of the batches of an Arrow file or stream, mapped into memory: what is not read is not copied."""
+    schema, batches = _batches(path)
+    first = sum(len(batch) for batch in islice(batches, start))
+    at = schema.get_field_index(column)
+    rest = islice(batches, None if stop is None else stop - start)
+    return Opened(schema, (batch.column(at) for batch in rest), first)
+
+
+def num_batches(path: Path) -> int:
+    """The number of batches of an Arrow file or stream."""
+    return sum(1 for _ in _batches(path)[1])
+
+
+def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
+    """The schema and the batches of an Arrow file or stream."""
+    ipc = _pyarrow("pyarrow.ipc")
+    memory_map = _pyarrow("pyarrow").memory_map
+    try:
+        reader = ipc.open_file(memory_map(str(path)))
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    except ValueError:  # not a file: perhaps a stream
+        reader = ipc.open_stream(memory_map(str(path)))
+        return reader.schema, iter(reader)
 
 
 def _pyarrow(module: str) -> Any:

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from meshpar.train.data.cache import cached
 from meshpar.train.data.dataset import Dataset, Rows
 from meshpar.train.data.documents import Documents, no_data, share
 from meshpar.train.data.encode import Content, encode
+from meshpar.train.data.file_ranges import FileRange
 from meshpar.train.data.files import find, find_or_take, named
 from meshpar.train.data.fingerprint import fingerprint
 from meshpar.train.data.packing import PackedRows
@@ -200,34 +202,45 @@ class TextCorpus(FileCorpus):
     Default: each start encodes again."""
 
     @abstractmethod
-    def read(self, files: list[Path]) -> Iterator[Content]:
-        """The documents of the files, in order.
+    def read(self, part: FileRange) -> Iterator[Content]:
+        """The documents of a range of the files, in order.
 
         Raises:
           DataError: lists the documents that cannot be read.
         """
 
+    def units(self, path: Path) -> int:
+        """The number of units into which a file can be cut, see `FileRange`."""
+        return 1
+
+    @property
+    def ids_dtype(self) -> np.dtype:
+        """The dtype of stored token ids. The id that opens a document is not stored, so bytes need no room for it."""
+        return np.dtype(np.uint8) if isinstance(self.tokenizer, Bytes) else np.min_scalar_type(self.vocab_size - 1)
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """The keys on which the tokens of the files depend."""
+        return self.model_dump(mode="json", exclude={"cache", *Corpus.model_fields})
+
+    def encoded(self, part: FileRange) -> Iterator[tuple[float, np.ndarray]]:
+        """(share, token ids) of each document of a range, see `encode`."""
+        return encode(self.read(part), self.tokenizer)
+
     def documents(self) -> Documents:
         files = self.files()
-        # The id that opens a document is not stored, so bytes need no room for it.
-        is_bytes = isinstance(self.tokenizer, Bytes)
-        dtype = np.dtype(np.uint8) if is_bytes else np.min_scalar_type(self.vocab_size - 1)
-
-        def encoded() -> Iterator[tuple[float, np.ndarray]]:
-            return encode(self.read(files), self.tokenizer)
-
+        make = partial(self.encoded, FileRange(tuple(files)))
         if self.cache is None:
-            return Documents.joined(encoded(), self.tokenizer.bos, dtype)
-        what = self.model_dump(mode="json", exclude={"cache", *Corpus.model_fields})
-        return cached(Path(self.cache), what, files, self.tokenizer, encoded, dtype)
+            return Documents.joined(make(), self.tokenizer.bos, self.ids_dtype)
+        return cached(Path(self.cache), self.encoding, files, self.tokenizer, make, self.ids_dtype)
 
 
 class WholeFiles(TextCorpus):
     """Files that are a document each. `Bytes` can encode text that is not UTF-8; a tokenizer file cannot."""
 
-    def read(self, files: list[Path]) -> Iterator[Content]:
+    def read(self, part: FileRange) -> Iterator[Content]:
         root = self.root
-        for path in files:
+        for path in part.files:
             name = path.relative_to(root).as_posix()
             yield Content(str(path), path.read_bytes().decode("utf-8", "surrogateescape"), name)
 

@@ -154,7 +154,7 @@ def is_held_out(shares: np.ndarray, fraction: float) -> np.ndarray:
     """
     held_out = shares < fraction
     if held_out.all() or not held_out.any():
-        raise _one_sided(np.sort(shares).tolist(), fraction)
+        raise one_sided(np.sort(shares).tolist(), len(shares), fraction)
     return held_out
 
 
@@ -173,9 +173,12 @@ def no_data(where: str, what: str, fix: str = "") -> DataError:
     return DataError(f"{HEADING}\n{Problem(where, what, fix)}")
 
 
-def _one_sided(shares: list[float], fraction: float) -> DataError:
-    """Says why this fraction leaves one side empty, and suggests one that leaves a single document there."""
-    num = len(shares)
+def one_sided(shares: list[float], num: int, fraction: float) -> DataError:
+    """Says why this fraction leaves one side empty, and suggests one that leaves a single document there.
+
+    Args:
+      shares: of all `num` documents, sorted; the two lowest and the two highest suffice.
+    """
     if num == 0:
         return no_data("data", "no document contains a token", "provide documents that contain text")
     if num == 1:

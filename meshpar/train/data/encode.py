@@ -22,12 +22,12 @@ class Content:
     """The content of one document.
 
     Args:
-      where: the file, or the line of a file, for errors.
+      where: its text is the file, or the line of a file, for errors.
       content: text, or token ids integers[length].
       name: determines the side of the split; None to use the content, which puts copies on the same side.
     """
 
-    where: str
+    where: object
     content: str | np.ndarray
     name: str | None = None
 
@@ -63,7 +63,7 @@ def _alone(document: Content, tokenizer: Tokenizer, problems: Problems) -> np.nd
         is_opened = document.content[:1].tolist() == [tokenizer.bos]
         return document.content[int(is_opened) :]  # `Documents` inserts the opening token
     except DataError as error:
-        problems.add(document.where, str(error))
+        problems.add(str(document.where), str(error))
         return np.zeros(0, np.int32)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,9 +15,11 @@ from meshpar.regular import open_regular
 from meshpar.train.data.corpus import AtPath, TextCorpus
 from meshpar.train.data.documents import HEADING
 from meshpar.train.data.encode import Content
+from meshpar.train.data.file_ranges import FileRange
 
 MOST_PROBLEMS = 10  # reading stops here
 LONGEST_LINE = 2**28
+_BLOCK = 2**20
 
 
 class Jsonl(AtPath, TextCorpus):
@@ -31,13 +34,16 @@ class Jsonl(AtPath, TextCorpus):
     field: str = "text"
     """The field of each object that contains the document."""
 
-    def read(self, files: list[Path]) -> Iterator[Content]:
+    def units(self, path: Path) -> int:
+        return path.stat().st_size
+
+    def read(self, part: FileRange) -> Iterator[Content]:
         problems = Problems()
-        for where, line in lines(files):
+        for where, line in lines(part):
             try:
                 content = _content(line, self.field)
             except ValueError as error:
-                problems.add(where, *error.args)
+                problems.add(str(where), *error.args)
                 if len(problems) == MOST_PROBLEMS:
                     break
                 continue
@@ -46,17 +52,54 @@ class Jsonl(AtPath, TextCorpus):
         problems.raise_any(DataError, HEADING)
 
 
-def lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """(file:number, line) of each line that is not blank. A file is not read beyond a line that is too long."""
-    for path in files:
+class Line(NamedTuple):
+    """A line of a file. Its text, `file:number`, counts the lines before `start` when an error needs it.
+
+    Args:
+      number: from 1, of the lines that begin at or after the byte `start`.
+    """
+
+    path: Path
+    start: int
+    number: int
+
+    def __str__(self) -> str:
+        before = 0
+        if self.start:
+            with open_regular(self.path) as file:
+                for at in range(0, self.start, _BLOCK):
+                    before += file.read(min(_BLOCK, self.start - at)).count(b"\n")
+                before += not _is_at_line(file, self.start)
+        return f"{self.path}:{before + self.number}"
+
+
+def lines(part: FileRange) -> Iterator[tuple[Line, bytes]]:
+    """Each line of a range that is not blank. A file is not read beyond a line that is too long."""
+    for path in part.files:
         with open_regular(path) as file:
+            at = _first_line(file, part.start)
             number = 0
-            while line := file.readline(LONGEST_LINE + 1):
+            while (part.stop is None or at < part.stop) and (line := file.readline(LONGEST_LINE + 1)):
                 number += 1
+                at += len(line)
                 if line.strip():
-                    yield f"{path}:{number}", line
+                    yield Line(path, part.start, number), line
                 if len(line) > LONGEST_LINE:
                     break
+
+
+def _first_line(file: BufferedReader, start: int) -> int:
+    """Goes to the first line that begins at or after a byte, and says where it is."""
+    if not _is_at_line(file, start):
+        while (part := file.readline(_BLOCK)) and not part.endswith(b"\n"):
+            pass
+    return file.tell()
+
+
+def _is_at_line(file: BufferedReader, start: int) -> bool:
+    """Goes to a byte, and says whether a line begins there."""
+    file.seek(max(0, start - 1))
+    return start == 0 or file.read(1) == b"\n"
 
 
 def _content(line: bytes, field: str) -> str | np.ndarray:

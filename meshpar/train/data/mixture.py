@@ -14,9 +14,10 @@ from meshpar.train.data.corpus import Batching, Corpus, StandardLibrary, Synthet
 from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.round_robin import LONGEST, whole_weights
+from meshpar.train.data.shards.config import Shards
 from meshpar.train.data.tokenizer import Tokenizer
 
-AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow | Numpy
+AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow | Numpy | Shards
 
 
 class MixtureComponent(Config):

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-from meshpar.train.data.documents import Documents
 
 ARRAYS = ("tokens", "targets", "segments", "positions")
 """The arrays of a batch, int32[batch, seq] each; see `PackedRows.batch`."""
 Batch = dict[str, np.ndarray]
 
 
+class Taken(Protocol):
+    """Documents of which tokens are read by their positions: `Documents`, or those of shards."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Documents.take`. Positions int64[rows, length] are consecutive in each row."""
+        ...
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """The sequence of all documents as rows of `seq_len` tokens, which are read on request.
 
+    >>> from meshpar.train.data.documents import Documents
     >>> documents = Documents.joined([(0.0, np.array([1, 2, 3])), (0.0, np.array([4]))], bos=9, dtype=np.uint8)
     >>> for name, array in PackedRows(documents, seq_len=4).batch([0, 1]).items():
     ...     print(f"{name:9}", *array.tolist())
@@ -27,7 +40,7 @@ class PackedRows:
     positions [0, 1, 2, 3] [0, 1, 0, 0]
     """
 
-    documents: Documents
+    documents: Taken
     seq_len: int
     joined: bool = False
     """Whether all tokens of a row count as one document."""

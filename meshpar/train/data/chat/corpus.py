@@ -16,6 +16,7 @@ from meshpar.train.data.chat.rendered import Rendered
 from meshpar.train.data.chat.rows import ConversationRows, Piece, piece_of
 from meshpar.train.data.chat.targets import Encoded, Encoder, UnsuitableTemplateError
 from meshpar.train.data.documents import HEADING, is_held_out, share
+from meshpar.train.data.file_ranges import FileRange
 from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
 
 IfLonger = Literal["refuse", "truncate", "split", "drop"]
@@ -81,7 +82,8 @@ class Chat(Rendered):
 
     def _examples(self, files: list[Path], encoder: Encoder) -> Iterator[Example]:
         problems = Problems()
-        for where, line in lines(files):
+        for place, line in lines(FileRange(tuple(files))):
+            where = str(place)
             try:
                 encoded = encoder.encode(read(parse(line)))
             except UnsuitableTemplateError as error:  # it is so for each conversation

@@ -14,6 +14,7 @@ from meshpar.train.data.chat.rendered import Rendered
 from meshpar.train.data.chat.rows import ConversationRows, Piece, piece_of
 from meshpar.train.data.chat.targets import Encoder, UnsuitableTemplateError
 from meshpar.train.data.documents import HEADING, is_held_out, share
+from meshpar.train.data.file_ranges import FileRange
 from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
 
 
@@ -61,7 +62,8 @@ class Preferences(Rendered):
 
     def _pairs(self, encoder: Encoder) -> Iterator[Pair]:
         problems = Problems()
-        for where, line in lines(self.files()):
+        for place, line in lines(FileRange(tuple(self.files()))):
+            where = str(place)
             try:
                 chosen, rejected = (_piece(encoder, one) for one in read_pair(parse(line)))
             except UnsuitableTemplateError as error:  # it is so for each pair
