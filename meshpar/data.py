@@ -11,11 +11,13 @@ from meshpar.train.data import (
     Chat,
     Ids,
     Jsonl,
+    LinearWeights,
     Mixture,
     MixtureComponent,
     NoData,
     Numpy,
     Parquet,
+    PiecewiseWeights,
     Preferences,
     Shards,
     StandardLibrary,
@@ -25,6 +27,6 @@ from meshpar.train.data import (
 )
 
 __all__ = [
-    "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy", "Parquet",
-    "Preferences", "Shards", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "LinearWeights", "Mixture", "MixtureComponent", "NoData", "Numpy",
+    "Parquet", "PiecewiseWeights", "Preferences", "Shards", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip

@@ -157,6 +157,42 @@ def test_the_parts_of_a_mixture_inherit_its_batch_size_and_row_length(tmp_path):
     assert Mixture(batch_size=8, seq_len=16, parts=(part, other)) == run.data
 
 
+WRONG_WEIGHTS = {
+    "{kind: piecewise, steps: [0, 5], weights: [[1, 1]]}": "2 steps have 1 lists of weights",
+    "{kind: piecewise, steps: [1, 5], weights: [[1, 1], [1, 2]]}": "must begin with 0 and ascend",
+    "{kind: piecewise, steps: [0, 5], weights: [[1, 1], [1, 2, 3]]}": "have the lengths [2, 3]",
+    "{kind: piecewise, steps: [0], weights: [[1, 0.000001]]}": "have too many digits",
+    "{kind: linear, first: [0, 0], last: [1, 1], num_steps: 5}": "weights are all 0",
+    "{kind: linear, first: [1, 2, 3], last: [1, 1, 1], num_steps: 5}": "weights has 3 of them, and there are 2 parts",
+    "{kind: linear, first: [1, 2], last: [1, 1], num_steps: 5}": "parts.0.weight is set, and weights say how",
+}
+
+
+@pytest.mark.parametrize("weights", WRONG_WEIGHTS)
+def test_a_schedule_that_does_not_fit_is_refused(weights, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("  parts:", f"  weights: {weights}\n  parts:"))
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "config.yaml")
+    assert WRONG_WEIGHTS[weights] in str(error.value)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("weight: 0.3, ", ""))
+    with pytest.raises(ConfigError, match=r"parts\.1\.weight is missing"):
+        load(tmp_path / "config.yaml")
+
+
+def test_a_cap_evaluates_the_first_rows_of_each_part():
+    parts = [{"weight": 1, "data": {"kind": "synthetic", "num_documents": 30, "document_len": 40}} for _ in range(2)]
+    shared = {"kind": "mixture", "parts": parts, "batch_size": 4, "seq_len": 16, "held_out_fraction": 0.3}
+    whole, capped = (TypeAdapter(Data).validate_python(shared | cap) for cap in ({}, {"held_out_rows": 3}))
+    everything = np.concatenate([batch["tokens"] for batch in whole.held_out()])
+    some = list(capped.held_out())
+    assert len(everything) > 12 and len(some) == 2
+    tokens = np.concatenate([batch["tokens"] for batch in some])
+    num = len(whole.sources[0][1].rows()[1])
+    assert np.array_equal(tokens[:6], np.concatenate([everything[:3], everything[num : num + 3]]))
+    assert not some[1]["segments"][2:].any() and (some[1]["targets"][2:] == -1).all()
+    assert np.array_equal(capped.train(0)[0]["tokens"], whole.train(0)[0]["tokens"])
+
+
 def test_a_part_accepts_the_shorthand_of_a_tokenizer(tmp_path):
     part = "{weight: 1, data: {kind: text, path: corpus, tokenizer: tokenizer.json}}"
     head, _, tail = CONFIG.partition("    - {weight")

@@ -14,6 +14,7 @@ from meshpar.checkpoint.checkpoints import CheckpointMetadata
 from meshpar.errors import DataError, DataWarning
 from meshpar.train.data import Mixture, Numpy
 from meshpar.train.data.order import Order, resumed
+from meshpar.train.data.weights import LinearWeights, Phase, PiecewiseWeights
 from meshpar.train.loop import loop
 from meshpar.train.loop.loop import Loop
 
@@ -176,8 +177,84 @@ def test_a_position_of_other_corpora_is_refused(corpora):
         resumed(saved, data, data, 3, 3)
 
 
+SCHEDULES = {
+    "piecewise": {"kind": "piecewise", "steps": [0, 2, 5], "weights": [[1, 0], [1, 1], [1, 3]]},
+    "linear": {"kind": "linear", "first": [3, 1], "last": [1, 3], "num_steps": 6},
+}
+
+
+def scheduled(corpora: list[str], schedule: str, **changes: Any) -> Mixture:
+    data = data_of(corpora, (1, 1), **changes)
+    parts = [{"data": part.data.model_dump()} for part in data.parts]
+    shared = data.model_dump(exclude={"parts", "weights", "kind"})
+    return Mixture(parts=parts, weights=SCHEDULES[schedule], **shared)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_step_has_the_weights_of_its_schedule(corpora, schedule):
+    """Over each prefix of the rows of a phase, a part is within one row of its share."""
+    data = scheduled(corpora, schedule, batch_size=24)
+    train = data.train(3)
+    part = np.concatenate([(train[i]["tokens"].max(1) > ROWS * LENGTH) for i in range(9)])
+    phases = data.weights.phases
+    for phase, stop in zip(phases, [*(one.step for one in phases[1:]), 9], strict=True):
+        of = np.cumsum(part[phase.step * 24 : stop * 24])
+        due = np.arange(1, len(of) + 1) * phase.weights[1] / sum(phase.weights)
+        assert (abs(of - due) < 1).all()
+
+
+RESUMES = {
+    "nothing": ("piecewise", {}, "piecewise"),
+    "batches": ("piecewise", {"batch_size": 4}, "piecewise"),
+    "batches of a line": ("linear", {"batch_size": 6}, "linear"),
+    "rows and batches": ("linear", {"batch_size": 12, "seq_len": 4}, "linear"),
+    "the schedule": ("piecewise", {}, "linear"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_a_schedule_of_weights_goes_on_where_it_was(corpora, name, step):
+    first, changes, then = RESUMES[name]
+    was = scheduled(corpora, first)
+    now = scheduled(corpora, then, **changes)
+    order = go_on(was, Order(), now, step)
+    seen = Counter(trained_on(was, Order(), 0, step))
+    seen.update(trained_on(now, order, step, 8))
+    for part in range(2):
+        counts = counted(seen, now, part)
+        assert max(counts) - min(counts) <= 1  # each row that was not read is read once
+    if not changes and first == then:
+        assert order == Order()
+        whole = trained_on(was, Order(), 0, 8)
+        assert trained_on(was, Order(), 0, step) + trained_on(now, order, step, 8) == whole
+    rows = now.train(3).in_order(order)[step]["tokens"].max(1) > ROWS * LENGTH
+    phase = [one for one in now.weights.phases if one.step <= step][-1]
+    later = [one.step for one in now.weights.phases if one.step > step]
+    if not later or later[0] > step + 1:  # the first step after the resume has the weights of its own step
+        assert abs(rows.sum() - len(rows) * phase.weights[1] / sum(phase.weights)) < 2
+
+
+def test_control_a_schedule_that_forgets_the_phases_before_reads_rows_twice(corpora, monkeypatch):
+    was, now = scheduled(corpora, "linear"), scheduled(corpora, "linear", batch_size=6)
+    order = replace(go_on(was, Order(), now, 6), before=(0, 0))
+    seen = Counter(trained_on(was, Order(), 0, 6)) + Counter(trained_on(now, order, 6, 8))
+    counts = [count for part in range(2) for count in counted(seen, now, part)]
+    assert max(counts) == 2 and min(counts) == 0
+
+
+def test_weights_of_a_schedule_may_be_whole_and_end():
+    whole = LinearWeights(first=[1, 0], last=[0, 1], num_steps=10_000)
+    assert len(whole.phases) == 101 and whole.phases[-1] == Phase(10_000, (0, 1))
+    shares = [one.weights[1] / sum(one.weights) for one in whole.phases]
+    assert shares == sorted(shares) and abs(shares[50] - 0.505) < 1e-9
+    kept = LinearWeights(first=[1, 0], last=[1, 1e-6], num_steps=3)
+    assert [one.weights for one in kept.phases] == [(1000, 1)] * 4
+    assert PiecewiseWeights(steps=[0], weights=[[2, 4]]).phases == (Phase(0, (1, 2)),)
+
+
 def test_billions_of_rows_are_counted_at_once():
-    assert Order().read_of_parts((2, 1), 3 * 10**12 + 1) == (2 * 10**12 + 1, 10**12)
+    assert Order().read_of_parts((Phase(0, (2, 1)),), 8, 3 * 10**12 + 1) == (2 * 10**12 + 1, 10**12)
 
 
 RUN = """

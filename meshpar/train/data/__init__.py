@@ -14,10 +14,12 @@ from meshpar.train.data.mixture import AnyCorpus, Mixture, MixtureComponent
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.shards.config import Shards
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
+from meshpar.train.data.weights import LinearWeights, PiecewiseWeights
 
 __all__ = [
-    "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "Mixture", "MixtureComponent", "NoData", "Numpy",
-    "Parquet", "Preferences", "Shards", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "LinearWeights", "Mixture", "MixtureComponent",
+    "NoData", "Numpy", "Parquet", "PiecewiseWeights", "Preferences", "Shards", "StandardLibrary", "Synthetic",
+    "Text", "TokenizerFile",
 ]  # fmt: skip
 
 Data = Annotated[AnyCorpus | Mixture | NoData | Preferences, Field(discriminator="kind")]

@@ -16,7 +16,7 @@ from pydantic import Field
 from meshpar.config import Coerced, Config, PathText, Positive, default
 from meshpar.errors import DataError, Problem
 from meshpar.train.data.cache import cached
-from meshpar.train.data.dataset import Dataset, Rows
+from meshpar.train.data.dataset import Dataset, FirstRows, Rows
 from meshpar.train.data.documents import Documents, no_data, share
 from meshpar.train.data.encode import Content, encode
 from meshpar.train.data.file_ranges import FileRange
@@ -24,6 +24,7 @@ from meshpar.train.data.files import find, find_or_take, named
 from meshpar.train.data.fingerprint import fingerprint
 from meshpar.train.data.packing import PackedRows
 from meshpar.train.data.tokenizer import Bytes, Ids, Tokenizer, TokenizerFile
+from meshpar.train.data.weights import Phase
 from meshpar.tree import human_bytes
 
 BYTES_A_TOKEN = 16
@@ -41,6 +42,8 @@ class Batching(Config):
     """Tokens per row."""
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)
     """About this fraction of the documents is held out for evaluation, by a checksum of their names or contents."""
+    held_out_rows: Positive | None = None
+    """At most this many of the held-out rows are evaluated, the first; of a mixture, of each part. Default: all."""
     documents_in_row: Literal["separate", "joined"] = "separate"
     """Whether a token attends only to its own document, or to all earlier tokens of its row."""
     if_changed: Literal["refuse", "allow"] = "refuse"
@@ -50,6 +53,11 @@ class Batching(Config):
     @abstractmethod
     def sources(self) -> list[tuple[int, Corpus]]:
         """(weight, corpus) of each part; weights are integers."""
+
+    @property
+    def later_weights(self) -> tuple[Phase, ...]:
+        """The weights of the parts from later steps on."""
+        return ()
 
     def array_specs(self) -> None:
         """The arrays of a batch: those of packed tokens, which the model says."""
@@ -77,7 +85,10 @@ class Batching(Config):
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
         train, held_out = zip(*splits, strict=True)
-        return Dataset(train, self.batch_size, seed, weights), Dataset(held_out, self.batch_size, None)
+        if self.held_out_rows is not None:
+            held_out = tuple(FirstRows(rows, self.held_out_rows) for rows in held_out)
+        trained = Dataset(train, self.batch_size, seed, weights, later=self.later_weights)
+        return trained, Dataset(held_out, self.batch_size, None)
 
     def _check_memory(self) -> None:
         """Refuses batches that no memory can hold, which would take forever to read."""

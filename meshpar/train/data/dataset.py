@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from meshpar.train.data import grain_alone
 from meshpar.train.data.order import Order
 from meshpar.train.data.packing import Batch
+from meshpar.train.data.weights import Phase
 
 
 class Rows(Protocol):
@@ -39,6 +40,36 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
+class FirstRows:
+    """The first `num` of some rows; those beyond are padding.
+
+    The numbers of documents and tokens are those of the rows from which they are taken.
+    """
+
+    rows: Rows
+    num: int
+
+    @property
+    def seq_len(self) -> int:
+        return self.rows.seq_len
+
+    @property
+    def num_documents(self) -> int:
+        return self.rows.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
+    def __len__(self) -> int:
+        return min(self.num, len(self.rows))
+
+    def batch(self, rows: ArrayLike) -> Batch:
+        rows = np.asarray(rows, np.int64)
+        return self.rows.batch(np.where(rows < self.num, rows, len(self.rows)))
+
+
+@dataclass(frozen=True)
 class Dataset:
     """Batches by index. A run resumes at step k, on any devices and processes, by starting at batch k of its `order`.
 
@@ -48,6 +79,7 @@ class Dataset:
       seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
         anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
       weights: of the parts, as integers.
+      later: the weights from later steps on.
       order: which row is read when; a run that resumes with other batches has another one, see `order.resumed`.
     """
 
@@ -56,6 +88,7 @@ class Dataset:
     seed: int | None
     weights: tuple[int, ...] = (1,)
     order: Order = field(default_factory=Order)
+    later: tuple[Phase, ...] = ()
 
     @property
     def num_documents(self) -> int:
@@ -126,7 +159,7 @@ class Dataset:
             ends = np.cumsum([len(part) for part in self.parts])
             part = np.searchsorted(ends, at, side="right").clip(max=len(ends) - 1)
             return part, at - (ends[part] - [len(self.parts[p]) for p in part])
-        part, turn = self.order.turns(self.weights, at)
+        part, turn = self.order.turns((Phase(0, self.weights), *self.later), self.batch_size, at)
         whole, piece = np.divmod(turn, self.order.pieces)
         rows = np.array([self._orders[p][int(t)] for p, t in zip(part, whole, strict=True)], np.int64)
         return part, rows * self.order.pieces + piece

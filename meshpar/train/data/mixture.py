@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from meshpar.config import Coerced, Config, Section
+from meshpar.config import Coerced, Config, Section, default
 from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.chat.corpus import Chat
 from meshpar.train.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
@@ -16,6 +16,7 @@ from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.round_robin import LONGEST, whole_weights
 from meshpar.train.data.shards.config import Shards
 from meshpar.train.data.tokenizer import Tokenizer
+from meshpar.train.data.weights import Phase, WeightSchedule
 
 AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow | Numpy | Shards
 
@@ -23,8 +24,9 @@ AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow 
 class MixtureComponent(Config):
     """A corpus in a mixture."""
 
-    weight: float = Field(gt=0, allow_inf_nan=False)
-    """The number of rows of this part, relative to the weights of the other parts."""
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The number of rows of this part, relative to the weights of the other parts. Required without a schedule of
+    `weights`, and refused with one."""
     data: Section[Annotated[AnyCorpus, Field(discriminator="kind")]]
     """The corpus. It has the mixture's `batch_size` and `seq_len`."""
 
@@ -32,8 +34,8 @@ class MixtureComponent(Config):
 class Mixture(Batching):
     """Corpora that are interleaved row by row, by their weights. A part that ends starts again, in another order.
 
-    The keys that all corpora have (`batch_size`, `seq_len`, `held_out_fraction`, `if_changed`) are set here, and not in
-    the parts. The held-out documents of all parts are read once, part after part, independent of the weights.
+    The keys that all corpora have (`batch_size`, `seq_len`, `held_out_fraction`, `if_changed`, ...) are set here, and
+    not in the parts. The held-out documents of all parts are read once, part after part, independent of the weights.
 
     >>> mixture = Mixture(seq_len=64, parts=[{"weight": w, "data": {"kind": "synthetic"}} for w in (0.7, 0.3)])
     >>> [(weight, corpus.seq_len) for weight, corpus in mixture.sources]
@@ -43,11 +45,23 @@ class Mixture(Batching):
     kind: Literal["mixture"] = "mixture"
     parts: Coerced[tuple[MixtureComponent, ...], Sequence[MixtureComponent | dict[str, Any]]]
     """The corpora and their weights."""
+    weights: Coerced[WeightSchedule | None, dict[str, Any]] = default(None)
+    """How the weights change over the steps: `{kind: linear, first: [1, 0], last: [1, 3], num_steps: 1000}`. Default:
+    they are those of the parts."""
 
     @property
     def sources(self) -> list[tuple[int, Corpus]]:
-        weights = whole_weights([part.weight for part in self.parts])
-        return [(weight, part.data) for weight, part in zip(weights, self.parts, strict=True)]
+        return [(weight, part.data) for weight, part in zip(self._phases[0].weights, self.parts, strict=True)]
+
+    @property
+    def later_weights(self) -> tuple[Phase, ...]:
+        return self._phases[1:]
+
+    @property
+    def _phases(self) -> tuple[Phase, ...]:
+        if self.weights is not None:
+            return self.weights.phases
+        return (Phase(0, whole_weights([part.weight for part in self.parts if part.weight is not None])),)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -71,7 +85,10 @@ class Mixture(Batching):
         if not self.parts:
             raise ValueError("a mixture needs at least one part")
         wrong = [line for i, part in enumerate(self.parts) for line in self._differences(f"parts.{i}.data", part.data)]
-        weights = whole_weights([part.weight for part in self.parts])
+        wrong += self._faults_of_weights()
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        weights = self._phases[0].weights
         period = sum(weights)
         if period > LONGEST:
             rounded = ", ".join(str(max(1, round(1000 * weight / period))) for weight in weights)
@@ -80,6 +97,16 @@ class Mixture(Batching):
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
+
+    def _faults_of_weights(self) -> list[str]:
+        if self.weights is None:
+            missing = [i for i, part in enumerate(self.parts) if part.weight is None]
+            return [f"parts.{i}.weight is missing: the number of its rows, relative to the others" for i in missing]
+        twice = [i for i, part in enumerate(self.parts) if part.weight is not None]
+        lines = [f"parts.{i}.weight is set, and weights say how it changes: remove one of them" for i in twice]
+        if (num := len(self.weights.phases[0].weights)) != len(self.parts):
+            lines.append(f"weights has {num} of them, and there are {len(self.parts)} parts")
+        return lines
 
     def _differences(self, where: str, part: Corpus) -> list[str]:
         lines = []

@@ -11,14 +11,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from meshpar.errors import DataError, DataWarning, Problems
 from meshpar.train.data.round_robin import WeightedRoundRobin, whole_weights
+from meshpar.train.data.weights import Phase, WeightSchedule
 
-BATCHES = ("batch_size", "seq_len", "held_out_fraction", "documents_in_row", "if_changed")
+BATCHES = ("batch_size", "seq_len", "held_out_fraction", "held_out_rows", "documents_in_row", "if_changed")
 """The keys that a mixture has for all of its parts."""
 ELSEWHERE = ("cache", "path", "workers", "held_out_rows", "dims")
 """Keys that may differ while the documents are the same: checksums tell whether the files are."""
@@ -43,20 +45,46 @@ class Order:
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"before": list(self.before)}
 
-    def turns(self, weights: tuple[int, ...], at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each row int64[n] of all: its part, and the number of earlier rows of this part."""
-        part, turn = _round_robin(weights).of(at - self.since)
-        return part, turn + np.array(self.before or [0] * len(weights))[part]
+    def turns(self, phases: tuple[Phase, ...], batch_size: int, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each row int64[n] of all, from `since` on: its part, and the number of earlier rows of this part."""
+        found = _stretches(self, phases, batch_size)
+        which = np.searchsorted([one.start for one in found], at, side="right") - 1
+        part, turn = np.zeros((2, len(at)), np.int64)
+        for i in np.unique(which):
+            here = which == i
+            part[here], turn[here] = _round_robin(found[i].weights).of(at[here] - found[i].start)
+            turn[here] += np.array(found[i].before)[part[here]]
+        return part, turn
 
-    def read_of_parts(self, weights: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    def read_of_parts(self, phases: tuple[Phase, ...], batch_size: int, rows: int) -> tuple[int, ...]:
         """How many of the first `rows` rows are of each part."""
-        periods, rest = divmod(rows - self.since, sum(weights))
-        begun = np.bincount(_round_robin(weights).of(np.arange(rest))[0], minlength=len(weights))
-        read = begun + periods * np.array(weights) + np.array(self.before or [0] * len(weights))
-        return tuple(map(int, read))
+        last = [one for one in _stretches(self, phases, batch_size) if one.start <= rows][-1]
+        return tuple(map(int, _round_robin(last.weights).counts(rows - last.start) + np.array(last.before)))
+
+
+class _Stretch(NamedTuple):
+    """Rows of the same weights, from row `start` on, and the rows that were read of each part before."""
+
+    start: int
+    weights: tuple[int, ...]
+    before: tuple[int, ...]
 
 
 @lru_cache(maxsize=4)
+def _stretches(order: Order, phases: tuple[Phase, ...], batch_size: int) -> list[_Stretch]:
+    """The phases that have rows from `order.since` on. A phase begins with the first row of its step."""
+    starts = [max(order.since, order.first + phase.step * batch_size) for phase in phases]
+    starts[0] = order.since
+    found: list[_Stretch] = []
+    before = np.array(order.before or [0] * len(phases[0].weights))
+    for phase, start, end in zip(phases, starts, [*starts[1:], None], strict=True):
+        if end is None or end > start:
+            found.append(_Stretch(start, phase.weights, tuple(map(int, before))))
+            before = before + (0 if end is None else _round_robin(phase.weights).counts(end - start))
+    return found
+
+
+@lru_cache(maxsize=128)
 def _round_robin(weights: tuple[int, ...]) -> WeightedRoundRobin:
     return WeightedRoundRobin(weights)
 
@@ -77,19 +105,21 @@ def resumed(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, 
     order = _saved_order(saved.get("order"), len(_parts(was)))
     rows = saved["rows_read"] if saved["rows_read"] is not None else step * was["batch_size"]
     old, new = was.get("seq_len", 1), now.get("seq_len", 1)  # rows of arrays have none
-    weights, weights_now = (whole_weights([weight for weight, _ in _parts(data)]) for data in (was, now))
+    phases, phases_now = _phases(was), _phases(now)
     problems = Problems()
     if saved["seed"] != seed:
         problems.add("seed", f"was {saved['seed']}, is {seed}: it determines the order of the rows")
     for key, (before, after) in _differences(was, now).items():
         problems.add(f"data.{key}", f"was {before}, is {after}: it determines what the rows are")
-    is_repacked = old != new and any(part["kind"] == "chat" for _, part in _parts(now))
+    is_repacked = old != new and any(part["kind"] == "chat" for part in _parts(now))
     if is_repacked:
         what = f"was {old}, is {new}: conversations are packed in another way into rows of another length"
         problems.add("data.seq_len", what)
     kept = order
-    if not is_repacked and (weights, old) != (weights_now, new):
-        kept = _in_new_phase(order, rows, weights, old, new, problems)
+    moved = len(phases) > 1 and was["batch_size"] != now["batch_size"]  # steps, and so phases, begin at other rows
+    if not is_repacked and (moved or (phases, old) != (phases_now, new)):
+        read = order.read_of_parts(phases, was["batch_size"], rows)
+        kept = _in_new_phase(order, rows, read, old, new, problems)
     if problems.found:
         _refuse_or_warn(problems, step, now["if_changed"] == "allow")
         rows = rows * old // new
@@ -109,10 +139,13 @@ def _saved_order(saved: Mapping[str, Any] | None, num_parts: int) -> Order:
 
 
 def _in_new_phase(
-    order: Order, rows: int, weights: tuple[int, ...], old: int, new: int, problems: Problems
+    order: Order, rows: int, read: tuple[int, ...], old: int, new: int, problems: Problems
 ) -> Order:  # fmt: skip
-    """The order from `rows` on, in which the parts have other weights, or the rows another length."""
-    read = order.read_of_parts(weights, rows)
+    """The order from `rows` on, in which the parts have other weights, or the rows another length.
+
+    Args:
+      read: how many of the rows are of each part.
+    """
     whole = old * order.pieces
     if whole % new:
         what = f"was {old}, is {new}: a new row would have tokens of rows that were read and of others"
@@ -133,10 +166,16 @@ def _refuse_or_warn(problems: Problems, step: int, allowed: bool) -> None:
     problems.raise_any(DataError, heading)
 
 
-def _parts(data: Mapping[str, Any]) -> Sequence[tuple[float, Mapping[str, Any]]]:
+def _parts(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [part["data"] for part in data["parts"]] if data["kind"] == "mixture" else [data]
+
+
+def _phases(data: Mapping[str, Any]) -> tuple[Phase, ...]:
     if data["kind"] != "mixture":
-        return [(1, data)]
-    return [(part["weight"], part["data"]) for part in data["parts"]]
+        return (Phase(0, (1,)),)
+    if data.get("weights"):
+        return TypeAdapter(WeightSchedule).validate_python(data["weights"]).phases
+    return (Phase(0, whole_weights([part["weight"] for part in data["parts"]])),)
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -147,7 +186,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tu
     old, new = _parts(was), _parts(now)
     if len(old) != len(new):
         return found | {"parts": (f"{len(old)} corpora", f"{len(new)} corpora")}
-    for i, ((_, before), (_, after)) in enumerate(zip(old, new, strict=True)):
+    for i, (before, after) in enumerate(zip(old, new, strict=True)):
         where = f"parts.{i}.data." if now["kind"] == "mixture" else ""
         for key in before.keys() & after.keys():  # an older meshpar did not have all keys
             values = [_without_paths(part.get(key)) for part in (before, after)]

@@ -22,7 +22,7 @@ class WeightedRoundRobin:
     """The order of the parts: of the first n rows, each part has n x weight / sum(weights), within one row.
 
     Args:
-      weights: integers. In each period of `sum(weights)` rows, a part has `weight` rows.
+      weights: integers, not all 0. In each period of `sum(weights)` rows, a part has `weight` rows.
 
     Source: the quota method of Balinski and Young, "The Quota Method of Apportionment" (1975): among the parts that
     would not exceed their share, the next row goes to the one whose next row is due first.
@@ -40,6 +40,12 @@ class WeightedRoundRobin:
         part = parts[at]
         return part, period * np.array(self.weights)[part] + before[at]
 
+    def counts(self, num: int) -> np.ndarray:
+        """How many of the first `num` rows are of each part, int64[parts]."""
+        periods, rest = divmod(num, sum(self.weights))
+        begun = np.bincount(self.of(np.arange(rest))[0], minlength=len(self.weights))
+        return begun + periods * np.array(self.weights)
+
     @cached_property
     def _period(self) -> tuple[np.ndarray, np.ndarray]:
         total = sum(self.weights)
@@ -48,7 +54,7 @@ class WeightedRoundRobin:
         before = []
         for n in range(1, total + 1):
             behind = [p for p, weight in enumerate(self.weights) if taken[p] * total < n * weight]
-            part = min(behind, key=lambda p: Fraction(taken[p] + 1, self.weights[p]))
+            part = min(behind, key=lambda p: (taken[p] + 1) / self.weights[p])  # equal fractions are equal floats
             parts.append(part)
             before.append(taken[part])
             taken[part] += 1
