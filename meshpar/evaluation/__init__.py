@@ -1,0 +1,1 @@
+"""Numbers of lm-eval, by the engine of the server."""
