@@ -90,6 +90,8 @@ from .train.data import (
     Text,
     TokenizerFile,
 )
+from .train.images.augment import Augment
+from .train.images.config import Images
 from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
 from .train.loss import Distill, LossConfig, LossSums
@@ -113,6 +115,7 @@ __all__ = [
     "Allowed",
     "ArraySpec",
     "Arrow",
+    "Augment",
     "AxisRules",
     "AxisSizes",
     "Balance",
@@ -147,6 +150,7 @@ __all__ = [
     "GPipe",
     "Generated",
     "Ids",
+    "Images",
     "Import",
     "ImportedCallback",
     "ImportedData",

@@ -15,6 +15,7 @@ from meshpar.errors import printable
 PACKAGES = ("meshpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 EXTRAS = {
     "data": ("tokenizers", "pyarrow"),
+    "images": ("PIL",),
     "plot": ("matplotlib",),
     "quantized": ("qwix",),
     "onnx": ("torch", "transformers", "onnx", "onnxscript"),

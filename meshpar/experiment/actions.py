@@ -554,7 +554,7 @@ def _check_programs(prepared: Prepared, step: Step, evaluate: LazyEvaluation) ->
 
 
 def _check_short_batch(run: Run, held_out: Any, evaluate: LazyEvaluation) -> None:
-    """Refuses a short last batch of an evaluation, if the loss would count the rows that fill it.
+    """Refuses a short last batch of an evaluation, and corrupt rows, if the loss would count the rows that fill them.
 
     Raises:
       DataError: the user's own loss does not read `counted`.
@@ -563,6 +563,10 @@ def _check_short_batch(run: Run, held_out: Any, evaluate: LazyEvaluation) -> Non
         return
     size = run.data.batch_size
     num_rows = held_out.num_rows if isinstance(held_out, RowDataset) else None
+    if held_out.skipped is not None and not reads(evaluate, COUNTED):
+        what = "data.skip_corrupt = true: the rows that are left out do not count"
+        fix = "LossSums((losses * batch['counted']).sum(), batch['counted'].sum())"
+        raise DataError(f"{run.loss.target}: {what}, and this loss does not read batch['counted']; return {fix}")
     if (num_rows is None or num_rows % size) and not reads(evaluate, COUNTED):
         held = "a stream of held-out rows" if num_rows is None else f"{num_rows} held-out rows"
         what = f"{held} may end in a batch of fewer than {size} rows, which rows that do not count fill"

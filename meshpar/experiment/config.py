@@ -33,6 +33,7 @@ from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules, Rules
 from meshpar.train.data import Data as Tokens
+from meshpar.train.images.config import Images
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.preferences import DPO, ORPO
@@ -41,7 +42,7 @@ from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 
 Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
 """One of meshpar's models, or a user's Flax model."""
-Data = Annotated[Tokens | ImportedData, pydantic.Field(discriminator="kind")]
+Data = Annotated[Tokens | ImportedData | Images, pydantic.Field(discriminator="kind")]
 """Packed tokens, or rows of arrays."""
 AnyLoss = Annotated[
     LossConfig | Classify | Regress | MaskedTokens | Contrastive | DPO | ORPO, pydantic.Field(discriminator="kind")

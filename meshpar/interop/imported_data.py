@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from meshpar.config import Target
@@ -48,8 +49,7 @@ class ImportedData(RowData):
         held_out = None if self.held_out is None else self._source(self.arguments | self.held_out)
         return self._source(self.arguments), held_out
 
-    @cached_property
-    def row_transform(self) -> Transform | None:
+    def row_transform(self, chosen: np.ndarray | None) -> Transform | None:
         return None if self.transform is None else user_code.load(self.transform)
 
     @property

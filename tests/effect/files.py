@@ -11,6 +11,7 @@ from meshpar.train.data import Jsonl
 from meshpar.train.data.shards.build import build
 from tests.chats import UNMARKED, conversations, write_lines
 from tests.chats import write_tokenizer as write_chat_tokenizer
+from tests.pictures import pictures, write_folders
 from tests.sources import texts, write_tokenizer
 
 
@@ -20,6 +21,7 @@ def written(folder: Path) -> None:
     from pyarrow import parquet
 
     _write_chats(folder)
+    _write_pictures(folder)
     tokenizer = write_tokenizer(folder / "tokenizer.json")
     write_tokenizer(folder / "other.json", vocab_size=290)
     for prefix, documents in {"texts": texts(), "other": texts()[::-1]}.items():
@@ -41,6 +43,20 @@ def written(folder: Path) -> None:
             np.save(folder / f"{prefix}-ids" / f"{half}.npy", np.asarray(ids, np.uint16))
         lines = Jsonl(path=str(folder / f"{prefix}-lines"), field="body", held_out_fraction=0.25)
         build(lines, folder / f"{prefix}-shards")
+
+
+def _write_pictures(folder: Path) -> None:
+    """Folders of classes, and beside them a Parquet file with two columns of pictures and of labels."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for prefix, found in {"pictures": pictures(), "other-pictures": pictures(seed=1)}.items():
+        write_folders(folder / prefix, found)
+        some, labels = zip(*found, strict=True)
+        columns = {"image": some, "label": labels, "other": some[::-1], "class": [2 - label for label in labels]}
+        for half in range(2):
+            part = {name: list(values[half::2]) for name, values in columns.items()}
+            parquet.write_table(pa.table(part), folder / prefix / f"{half}.parquet", row_group_size=4)
 
 
 def _write_chats(folder: Path) -> None:

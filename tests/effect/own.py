@@ -63,6 +63,17 @@ class Rows(nn.Module):
         return first, nn.Dense(self.outputs, kernel_init=kernel, use_bias=False, name="other")(hidden)
 
 
+class Pixels(nn.Module):
+    """Classes of images."""
+
+    outputs: int = 3
+
+    @nn.compact
+    def __call__(self, image):
+        x = image.reshape(image.shape[0], -1).astype("f")
+        return nn.Dense(self.outputs, kernel_init=named("embed", "mlp"), use_bias=False)(x)
+
+
 def rows(num=64, seed=0, width=8):
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(num, width)).astype("f")
@@ -88,4 +99,9 @@ def scaled(row, rng):
 
 def loss_of_rows(model, batch):
     losses = jnp.square(model(batch["x"]) - batch["y"]).mean(-1) * batch["counted"].astype("f")
+    return LossSums(losses.sum(), batch["counted"].sum())
+
+
+def loss_of_images(model, batch):
+    losses = model(batch["image"]).mean(-1) * batch["label"].mean(-1) * batch["counted"].astype("f")
     return LossSums(losses.sum(), batch["counted"].sum())

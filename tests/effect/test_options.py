@@ -28,6 +28,7 @@ from tests.effect.walk import BASES, EXCEPTIONS, KEYS, change
 OF_ONE_KIND = {"Llama": ["llama"], "GPT": ["gpt"], "Import": ["import"], "ExpertParallel": ["llama", "import"],
                "LossConfig.target": ["import", "llama", "gpt"]}  # fmt: skip
 OF_ONE_KIND |= {name: ["rows"] for name in ("ImportedData", "Classify", "Regress", "MaskedTokens", "Contrastive")}
+OF_ONE_KIND |= {name: ["images"] for name in ("Images", "Augment")}
 OF_ONE_KIND |= {name: ["llama", "gpt"] for name in ("Preferences", "DPO", "ORPO")}
 NUM_SAMPLED = 12
 

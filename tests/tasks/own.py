@@ -170,3 +170,12 @@ class Ends:
 
 def largest(state, step):
     return {"largest": jnp.abs(jax.tree.leaves(state.params)[0]).max()}
+
+
+class Pixels(nn.Module):
+    """Logits of three classes from all pixels of an image."""
+
+    @nn.compact
+    def __call__(self, image):
+        x = image.reshape(image.shape[0], -1)
+        return nn.Dense(3, kernel_init=named("embed", "mlp"), use_bias=False, param_dtype=x.dtype)(x)

@@ -31,6 +31,21 @@ def means(loss, outputs, batch, more=None):
     return found | loss.of_means(found) | {name: metric(gathered.all) for name, metric in loss.row_metrics.items()}
 
 
+def test_weights_of_classes_are_the_weighted_losses_of_the_classes():
+    """Of two mixed images, and of one: scikit-learn has the loss of a class."""
+    outputs, kept = drawn(4), 0.7
+    one, other = np.arange(ROWS + FILLERS) % 4, (np.arange(ROWS + FILLERS) + 1) % 4
+    label = (np.eye(4)[one] * kept + np.eye(4)[other] * (1 - kept)).astype("f")
+    loss = Classify(metrics=["accuracy", "f1"])
+    found = means(loss, jnp.asarray(outputs), {"label": jnp.asarray(label)})
+    scores = np.exp(outputs[:ROWS]) / np.exp(outputs[:ROWS]).sum(-1, keepdims=True)
+    losses = [sklearn.log_loss(labels[:ROWS], scores, labels=range(4)) for labels in (one, other)]
+    assert found["loss"] == pytest.approx(kept * losses[0] + (1 - kept) * losses[1], rel=1e-5)
+    assert found["accuracy"] == pytest.approx(sklearn.accuracy_score(one[:ROWS], scores.argmax(-1)))
+    with pytest.raises(ConfigError, match=r"or a probability for each of the model's 4 classes"):
+        means(loss, jnp.asarray(outputs), {"label": jnp.asarray(label[:, :3])})
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
 @pytest.mark.parametrize("error", ["squared", "absolute"])
 def test_regression_has_the_errors_of_scikit_learn(shape, error):

@@ -94,14 +94,14 @@ class Parquet(_Column):
     glob: str = "**/*.parquet"
 
     def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
-        parquet = _pyarrow("pyarrow.parquet").ParquetFile(path)
+        parquet = pyarrow("pyarrow.parquet").ParquetFile(path)
         groups = range(parquet.num_row_groups)
         batches = parquet.iter_batches(batch_size=1024, columns=[self.column], row_groups=groups[start:stop])
         first = sum(parquet.metadata.row_group(i).num_rows for i in groups[:start])
         return Opened(parquet.schema_arrow, (batch.column(0) for batch in batches), first)
 
     def units(self, path: Path) -> int:
-        return _pyarrow("pyarrow.parquet").ParquetFile(path).num_row_groups
+        return pyarrow("pyarrow.parquet").ParquetFile(path).num_row_groups
 
 
 class Arrow(_Column):
@@ -154,8 +154,8 @@ def num_batches(path: Path) -> int:
 
 def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
     """The schema and the batches of an Arrow file or stream."""
-    ipc = _pyarrow("pyarrow.ipc")
-    memory_map = _pyarrow("pyarrow").memory_map
+    ipc = pyarrow("pyarrow.ipc")
+    memory_map = pyarrow("pyarrow").memory_map
     try:
         reader = ipc.open_file(memory_map(str(path)))
         return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
@@ -164,7 +164,7 @@ def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
         return reader.schema, iter(reader)
 
 
-def _pyarrow(module: str) -> Any:
+def pyarrow(module: str) -> Any:
     """Imports pyarrow when a file is read: the rest of the package works without it."""
     try:
         return import_module(module)
@@ -179,7 +179,7 @@ def _reading(path: Path, problems: Problems) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (ValueError, OSError, _pyarrow("pyarrow").ArrowException) as error:
+    except (ValueError, OSError, pyarrow("pyarrow").ArrowException) as error:
         problems.add(str(path), f"cannot be read: {str(error).splitlines()[0]}")
 
 
@@ -192,7 +192,7 @@ def _fault(schema: Any, column: str) -> tuple[str, str] | None:
         near = nearest(column, schema.names)
         fix = f"data.column={near}? " if near else ""
         return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
-    types = _pyarrow("pyarrow.types")
+    types = pyarrow("pyarrow.types")
     found = schema.field(column).type
     value = found.value_type if types.is_dictionary(found) else found
     is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
@@ -202,12 +202,12 @@ def _fault(schema: Any, column: str) -> tuple[str, str] | None:
 
 
 def _is_list(found: Any) -> bool:
-    types = _pyarrow("pyarrow.types")
+    types = pyarrow("pyarrow.types")
     lists = types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found)
     return lists and types.is_integer(found.value_type)
 
 
 def _lists(values: Any) -> DocumentOffsets:
     """The lists of an array, without copying them."""
-    size = _pyarrow("pyarrow.compute").list_value_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
+    size = pyarrow("pyarrow.compute").list_value_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
     return DocumentOffsets(values.flatten().to_numpy(zero_copy_only=True), np.cumsum(size) - size, size)

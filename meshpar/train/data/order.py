@@ -22,7 +22,7 @@ from meshpar.train.data.weights import Phase, WeightSchedule
 
 BATCHES = ("batch_size", "seq_len", "held_out_fraction", "held_out_rows", "documents_in_row", "if_changed")
 """The keys that a mixture has for all of its parts."""
-ELSEWHERE = ("cache", "path", "workers", "held_out_rows", "dims")
+ELSEWHERE = ("cache", "path", "workers", "held_out_rows", "held_out_path", "dims", "skip_corrupt")
 """Keys that may differ while the documents are the same: checksums tell whether the files are."""
 
 

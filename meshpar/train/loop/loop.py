@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from meshpar.checkpoint.agree import everyones
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import DataError, MeshparError, RunError
 from meshpar.mesh.cursor import Cursor
@@ -340,6 +341,9 @@ class Loop:
         speed = stopwatch.lap()
         if speed and self.mfu_of:
             speed["mfu"] = self.mfu_of(speed["tokens_per_s"])
+        skipped = getattr(self.train, "skipped", None)
+        if skipped is not None:
+            values["rows_skipped"] = sum(map(int, everyones(str(skipped.count))))
         self.recorder.record("train", index, **values, **speed)
 
     def _evaluate(self, state: TrainState, index: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ FORMATS = {
     "rows_per_s": "{:,.0f} rows/s",
     "step_s": "{:.3f} s/step",
     "data_wait": "waits for data {:.1%}",
+    "rows_skipped": "{:,} corrupt rows skipped",
     "mfu": "MFU {:.1%}",
     "lr": "lr {:.1e}",
     "restarts": "{} restarts",

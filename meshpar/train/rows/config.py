@@ -17,6 +17,7 @@ from meshpar.errors import DataError
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.tokenizer import Ids
 from meshpar.train.rows.dataset import RowDataset, Rows, StreamDataset, Transform, first_row
+from meshpar.train.rows.skipped import Skipped
 from meshpar.train.rows.source import Indexed, Source
 from meshpar.train.rows.spec import RowSpec
 
@@ -53,10 +54,23 @@ class RowData(Config):
     def sources(self) -> tuple[Source, Source | None]:
         """The rows, and the held-out rows; None if they are a part of the rows."""
 
-    @property
-    def row_transform(self) -> Transform | None:
-        """What changes each row that is trained on."""
+    def row_transform(self, chosen: np.ndarray | None) -> Transform | None:
+        """What changes each row that is trained on.
+
+        Args:
+          chosen: int[n], the rows that are trained on; None for all.
+        """
         return None
+
+    @property
+    def held_out_transform(self) -> Transform | None:
+        """What changes each row that is evaluated."""
+        return None
+
+    @property
+    def skips_corrupt(self) -> bool:
+        """Whether rows whose content is damaged are left out."""
+        return False
 
     @property
     @abstractmethod
@@ -71,8 +85,8 @@ class RowData(Config):
           DataError: there is no row, or it has other values than arrays of numbers.
         """
         row, where = first_row(self.sources[0])
-        if self.row_transform:
-            row = self.row_transform(row, np.random.default_rng(0))
+        if transform := self.row_transform(None):
+            row = transform(row, np.random.default_rng(0))
         return RowSpec.of(row, where)
 
     def array_specs(self) -> dict[str, ArraySpec]:
@@ -90,7 +104,7 @@ class RowData(Config):
         """
         source, held_out = self.sources
         spec = replace(self.row_spec, bounds=bounds or {})
-        chosen = None
+        chosen = rest = None
         if held_out is None:
             if not isinstance(source, Indexed):
                 what = f"{source.name} is a stream, of which no fraction can be held out"
@@ -104,8 +118,11 @@ class RowData(Config):
             train = RowDataset(source, spec, self.batch_size, seed, rest)
         else:
             train = self._read(source, spec, seed)
-        train = replace(train, transform=self.row_transform, workers=self.workers)
-        return train, self._evaluated(held_out or source, spec, chosen)
+        evaluated = self._evaluated(held_out or source, spec, chosen)
+        evaluated = replace(evaluated, transform=self.held_out_transform)
+        if self.skips_corrupt:
+            train, evaluated = (replace(rows, skipped=Skipped()) for rows in (train, evaluated))
+        return replace(train, transform=self.row_transform(rest), workers=self.workers), evaluated
 
     def _read(self, source: Source, spec: RowSpec, seed: int | None) -> Rows:
         if isinstance(source, Indexed):

@@ -14,7 +14,9 @@ from numpy.typing import ArrayLike
 from meshpar.errors import DataError
 from meshpar.train.data import grain_alone
 from meshpar.train.data.order import Order
-from meshpar.train.rows.source import Indexed, Row, Stream, as_row
+from meshpar.train.rows.block_order import BlockOrder
+from meshpar.train.rows.skipped import Skipped
+from meshpar.train.rows.source import CorruptRow, Indexed, Row, Stream, as_row
 from meshpar.train.rows.spec import COUNTED, RowSpec
 
 Batch = dict[str, np.ndarray]
@@ -36,6 +38,7 @@ class RowDataset:
       order: where a run begins to read.
       transform: changes each row. Its random numbers follow from the seed, the epoch and the row.
       workers: processes that read; with 0 two threads do.
+      skipped: counts the rows whose content is damaged, which do not count in the batch; None if they are errors.
     """
 
     source: Indexed
@@ -46,6 +49,7 @@ class RowDataset:
     order: Order = field(default_factory=Order)
     transform: Transform | None = None
     workers: int = 0
+    skipped: Skipped | None = None
 
     @property
     def num_rows(self) -> int:
@@ -61,11 +65,26 @@ class RowDataset:
         Raises:
           DataError: a row cannot be read, or differs from the first; it names the row.
         """
+        return self.read(index, rows)[0]
+
+    def read(self, index: int, rows: ArrayLike) -> tuple[Batch, list[str]]:
+        """See `rows`; and what is wrong with each row that was left out."""
         at = self.order.first + index * self.batch_size + np.asarray(rows)
-        read = [self._row(int(i)) for i in at]
+        is_counted = np.ones(len(at), np.int32) if self.seed is not None else (at < self.num_rows).astype(np.int32)
+        wrong = []
+        read = []
+        for place, i in enumerate(at):
+            try:
+                read.append(self._row(int(i)))
+            except CorruptRow as error:
+                if self.skipped is None:
+                    raise
+                read.append(self.spec.zeros())
+                if is_counted[place]:
+                    wrong.append(str(error))
+                is_counted[place] = 0
         batch = {name: np.stack([row[name] for row in read]) for name in self.spec.arrays}
-        is_counted = np.ones(len(at)) if self.seed is not None else at < self.num_rows
-        return batch | {COUNTED: is_counted.astype(np.int32)}
+        return batch | {COUNTED: is_counted}, wrong
 
     def batches(self, start: int = 0, rows: ArrayLike | None = None) -> Generator[Batch, None, None]:
         """Iterates over the batches from `start` on; threads or processes read ahead, and end with the generator.
@@ -89,7 +108,10 @@ class RowDataset:
             for found in iterator:
                 if isinstance(found, str):
                     raise DataError(found)
-                yield found
+                batch, wrong = found
+                if self.skipped is not None:
+                    self.skipped.add(wrong)
+                yield batch
         finally:
             iterator.close()
 
@@ -102,16 +124,23 @@ class RowDataset:
         row = at if at < self.num_rows else 0
         row = row if self.seed is None else int(self._shuffled[at])
         index = row if self.chosen is None else int(self.chosen[row])
-        found = self.source.row(index)
-        where = f"{self.source.name}, row {index}"
-        if self.transform:
-            epoch = at // self.num_rows
-            found = _transformed(self.transform, found, (self.seed or 0, epoch, index), where)
+        where = self.source.where(index)
+        try:
+            found = self.source.row(index)
+            if self.transform:
+                epoch = at // self.num_rows
+                found = _transformed(self.transform, found, (self.seed or 0, epoch, index), where)
+        except CorruptRow as error:
+            what = f"{error}\n    replace or remove it, or data.skip_corrupt=true"
+            raise CorruptRow(f"{where}\n    {what}" if self.skipped is None else f"{where}: {error}") from None
         return self.spec.checked(found, where)
 
     @cached_property
     def _shuffled(self) -> Any:
         """Place in the endless sequence -> row. Grain computes the order without storing a permutation."""
+        if (blocks := self.source.blocks) is not None:
+            ends = blocks if self.chosen is None else np.searchsorted(self.chosen, blocks)
+            return BlockOrder(np.unique(ends), self.seed or 0)
         seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
         return grain_alone.load().MapDataset.range(self.num_rows).shuffle(seed=seed).repeat()
 
@@ -133,9 +162,9 @@ class _Read:
     dataset: RowDataset
     rows: np.ndarray
 
-    def __call__(self, index: int) -> Batch | str:
+    def __call__(self, index: int) -> tuple[Batch, list[str]] | str:
         try:
-            return self.dataset.rows(index, self.rows)
+            return self.dataset.read(index, self.rows)
         except DataError as error:
             return str(error)
 
@@ -154,6 +183,7 @@ class StreamDataset:
     order: Order = field(default_factory=Order)
     transform: Transform | None = None
     workers: int = 0
+    skipped: Skipped | None = None
 
     def batches(self, start: int = 0, rows: ArrayLike | None = None) -> Generator[Batch, None, None]:
         """Iterates over the batches from `start` on, after the rows before them, which are read and dropped."""
@@ -200,8 +230,7 @@ class StreamDataset:
 
     def _last(self, held: list[Batch], chosen: np.ndarray) -> Batch:
         """A short last batch, with rows of zeros that do not count."""
-        zeros = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.spec.arrays.items()}
-        return self._stacked([*held, *[zeros] * (len(chosen) - len(held))], len(held))
+        return self._stacked([*held, *[self.spec.zeros()] * (len(chosen) - len(held))], len(held))
 
     def _stacked(self, rows: list[Batch], num_counted: int) -> Batch:
         batch = {name: np.stack([row[name] for row in rows]) for name in self.spec.arrays}
@@ -228,7 +257,7 @@ def first_row(source: Indexed | Stream) -> tuple[Mapping[str, Any], str]:
     """
     where = f"{source.name}, row 0"
     if isinstance(source, Indexed):
-        return source.row(0), where
+        return source.row(0), source.where(0)
     for row in source.rows():
         return row, where
     raise DataError(f"{source.name} has no rows")

@@ -15,25 +15,39 @@ Row = Mapping[str, Any]
 """Name -> array, or a number."""
 
 
+class CorruptRow(DataError):
+    """The content of a row is damaged; a run may leave it out."""
+
+
 @dataclass(frozen=True)
 class Indexed:
     """Rows by index, which a run shuffles, and where it resumes at once.
 
     Args:
       name: of the source, for errors.
-      items: has `__getitem__`.
+      items: has `__getitem__`; and, if a row has a place of its own, such as a file, `where(index)`.
       length: the number of rows.
+      blocks: int64[n + 1]. Rows from each of these to the next are read together, as of a row group in Parquet, so that
+        they are also shuffled together with those of few other blocks. None for rows that are read one by one.
     """
 
     name: str
     items: Any
     length: int
+    blocks: np.ndarray | None = None
+
+    def where(self, index: int) -> str:
+        """Names a row for messages."""
+        find = getattr(self.items, "where", None)
+        return str(find(int(index))) if callable(find) else f"{self.name}, row {index}"
 
     def row(self, index: int) -> Row:
         """The row of this index, or a DataError that names the row."""
-        where = f"{self.name}, row {index}"
+        where = self.where(index)
         try:
             found = self.items[int(index)]
+        except CorruptRow:
+            raise
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         except Exception as error:

@@ -78,6 +78,10 @@ class RowSpec:
             specs[name] = ArraySpec((batch_size, *shape), dtype, ("batch", *dims.get(name, ("",) * len(shape))))
         return specs
 
+    def zeros(self) -> dict[str, np.ndarray]:
+        """A row that does not count."""
+        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.arrays.items()}
+
     def checked(self, row: Row, where: str) -> dict[str, np.ndarray]:
         """The arrays of a row, in their dtypes.
 

@@ -33,7 +33,8 @@ class Classify(NamedLoss):
 
     kind: Literal["classify"] = "classify"
     label: str = "label"
-    """The array of the classes, integers from 0 on: one for each row."""
+    """The array of the classes, integers from 0 on: one for each row. Or a probability for each class, as of mixed
+    images; metrics compare with the most probable one."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the target's probability that is spread evenly over the classes. Evaluations leave it out."""
     metrics: Strings = default(("accuracy",))
@@ -55,9 +56,8 @@ class Classify(NamedLoss):
         return (self.label,)
 
     def sums(self, outputs: Any, batch: Batch, more: Any, is_training: bool) -> LossSums:
-        logits, labels = self._compared(outputs, batch)
-        smoothing = self.label_smoothing if is_training else 0.0
-        targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype), smoothing)
+        logits, labels, targets = self._compared(outputs, batch)
+        targets = optax.smooth_labels(targets, self.label_smoothing if is_training else 0.0)
         losses = optax.softmax_cross_entropy(logits, targets)
         right = jnp.take_along_axis(logits, labels[:, None], axis=-1)
         # Of equal logits that of the lowest class is the first, as in `argmax`.
@@ -74,7 +74,7 @@ class Classify(NamedLoss):
     def of_rows(self, outputs: Any, batch: Batch) -> dict[str, jax.Array]:
         if not self.row_metrics:
             return {}
-        logits, labels = self._compared(outputs, batch)
+        logits, labels, _ = self._compared(outputs, batch)
         found = {"label": labels}
         if "f1" in self.metrics:
             found["predicted"] = logits.argmax(-1)
@@ -89,10 +89,15 @@ class Classify(NamedLoss):
     def bounds(self, outputs: Any) -> dict[str, int]:
         return {self.label: only_array(outputs, "logits [rows, classes]", 2).shape[-1]}
 
-    def _compared(self, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def _compared(self, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The logits [rows, classes], the class of each row, and the probability of each of its classes."""
         logits = wide(only_array(outputs, "logits [rows, classes]", 2))
         labels = label_of(batch, self.label, "label")
-        if labels.ndim != 1 or not jnp.issubdtype(labels.dtype, jnp.integer):
-            shape = f"{labels.dtype}{list(labels.shape)}"
-            raise ConfigError(f"loss.label = {self.label}: it is {shape} in a batch; one integer for each row")
-        return logits, labels.astype(jnp.int32)
+        if labels.ndim == 1 and jnp.issubdtype(labels.dtype, jnp.integer):
+            labels = labels.astype(jnp.int32)
+            return logits, labels, jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+        if labels.shape == logits.shape and jnp.issubdtype(labels.dtype, jnp.floating):
+            return logits, labels.argmax(-1).astype(jnp.int32), labels.astype(logits.dtype)
+        shape = f"{labels.dtype}{list(labels.shape)}"
+        fix = f"one integer for each row, or a probability for each of the model's {logits.shape[-1]} classes"
+        raise ConfigError(f"loss.label = {self.label}: it is {shape} in a batch; {fix}")
