@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -48,7 +48,19 @@ def item_of(annotation: Any) -> Any:
 
 def is_path(field: FieldInfo) -> bool:
     """Whether a field holds the path of a file or a folder: `FilePath`, `PathText`, or one of them or nothing."""
-    return Path in (*alternatives(field.annotation), *field.metadata)
+    return Path in (*_types_and_metadata(field.annotation), *field.metadata)
+
+
+def _types_and_metadata(annotation: Any) -> Iterator[Any]:
+    """The members of a union, or the type itself, and their `Annotated` metadata."""
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+        yield from metadata
+    if get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _types_and_metadata(part)
+    else:
+        yield annotation
 
 
 def kind_of(model: type[pydantic.BaseModel]) -> str | None:

@@ -110,7 +110,7 @@ def _filled(annotation: Any) -> Any:
     if get_origin(first) is Literal:
         return get_args(first)[0]
     if get_origin(first) is tuple:
-        return [_filled(get_args(first)[0])]
+        return [_filled(part) for part in get_args(first) if part is not ...]
     return {int: 1, float: 0.5, bool: False, str: "x", Path: "x"}.get(first, {})
 
 

@@ -15,6 +15,7 @@ from meshpar.config.annotations import is_path, reachable
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.federated import Federated
 from tests.config.keys import PLAIN, Key, text_keys
+from tests.pictures import pictures, write_folders
 from tests.sources import write_tokenizer
 
 PATHS = {
@@ -29,13 +30,22 @@ REMOTE = (
     "file:///x",
     "az://a/b",
 )
+CLASSIFIER = """
+from flax import linen
+
+
+class Classifier(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(3)(x.mean((1, 2)))
+"""
 WRITTEN = ("run_dir", "cache")
 """What is made if it is missing."""
 
 
 def test_the_keys_are_those_of_the_schema():
     names = {name.partition(" of ")[0].rpartition(".")[2] for name in PATHS}
-    assert names == {"run_dir", "path", "cache", "teacher", "from_checkpoint", "from_hf"}
+    assert names == {"run_dir", "path", "held_out_path", "cache", "teacher", "from_checkpoint", "from_hf"}
     assert len(PATHS) >= 19
 
 
@@ -95,6 +105,12 @@ def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folde
             data["data"] |= {"kind": "text", "path": "x"}
         for part in _sections(data["data"]):
             part |= {"glob": "*"} if "path" in part and "tokenizer" in part else {}
+    if data["data"]["kind"] == "images":
+        module = f"classifier_of_{key.name}"  # a process has one module of a name
+        (folder / f"{module}.py").write_text(CLASSIFIER)
+        data |= {"model": {"kind": "import", "target": f"{module}:Classifier"}, "loss": "classify"}
+        if key.name != "path":
+            data["data"]["path"] = str(write_folders(folder / "pictures", pictures()))
     if key.at[0] == "parallel":
         data |= {"rules": ["pipeline"], "mesh": {"data": 4, "pipe": 2}, "model": data["model"] | {"num_layers": 2}}
     for part in _sections(data["data"]):

@@ -424,7 +424,7 @@ meshpar: 3 problems in config.yaml:
     must be greater than 0.0, got -1
   data.parts.1.data (config.yaml:2)
     no kind is called 'sinthetic'
-    did you mean synthetic? There are text, stdlib, synthetic, jsonl, chat, parquet, arrow, numpy
+    did you mean synthetic? There are text, stdlib, synthetic, jsonl, chat, parquet, arrow, numpy, shards
 """,
     f"{{kind: mixture, seq_len: 32, parts: [{PART}, {{weight: 1, data: {{kind: synthetic, seq_len: 16}}}}]}}": """\
 meshpar: 1 problem in config.yaml:

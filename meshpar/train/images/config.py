@@ -46,7 +46,8 @@ class Images(RowData):
     num_classes: Positive | None = None
     """The number of classes, if labels are read from files; mixing needs it. A label beyond it is an error."""
     held_out_path: PathText | None = None
-    """The pictures of evaluations, in the same format. Default: `held_out_fraction` of those at `path`."""
+    """The pictures of evaluations, in the same format; relative to the working directory. Default: `held_out_fraction`
+    of those at `path`."""
     size: tuple[Positive, Positive]
     """Height and width of a row's image, to which the pictures are resized."""
     channels: Literal[1, 3] = 3
