@@ -22,7 +22,8 @@ PLAIN: dict[str, Any] = {
 }
 """A run without any other key."""
 FITTING = {"target": "os.path:join", "weight": 1.0}
-"""Values of required keys that a value of their type alone does not fit."""
+"""Values of keys that a section needs, perhaps unless another key is given, and that one of their type alone does not
+fit."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _item(annotation: Any) -> Any:
 
 
 def _of_model(model: type[pydantic.BaseModel]) -> dict[str, Any]:
-    required = {name: field for name, field in model.model_fields.items() if field.is_required()}
+    required = {name: field for name, field in model.model_fields.items() if field.is_required() or name in FITTING}
     kind = {"kind": kind_of(model)} if kind_of(model) else {}
     return kind | {name: FITTING.get(name, _filled(field.annotation)) for name, field in required.items()}
 
