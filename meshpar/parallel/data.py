@@ -31,7 +31,7 @@ from meshpar.collectives.matmul import PRODUCT
 from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.context import ParallelContext, current, manual
-from meshpar.parallel.local import Axes, varying, varying_like
+from meshpar.parallel.local import Axes, varies_over, varying, varying_like
 from meshpar.parallel.precision import Mixed, computed_in, is_mixed, sum_dtype, wide
 from meshpar.sharding.resolve import sharding_axes
 
@@ -183,19 +183,25 @@ def sum_gradient(grad: jax.Array, axes: Axes) -> jax.Array:
     return _psum(grad, axes)
 
 
-def partial_sum(x: jax.Array) -> jax.Array:
-    """Types `x` as a sum over the tokens of one device, as a loss is. Communication: none."""
+def partial_sum(sums: Any) -> Any:
+    """Types numbers as sums over the tokens of one device, as a loss is. Communication: none."""
     ctx = _context()
-    return varying(x, ctx.loss_axes) if ctx.manual else x
+    return jax.tree.map(lambda x: varying(jnp.asarray(x), ctx.loss_axes), sums) if ctx.manual else sums
 
 
 def summed(sums: Any) -> Any:
     """Sums losses and counts over the devices that hold different tokens.
 
+    One whose type is the same along an axis is whole there, such as a number of rows that is known without data.
+
     Communication: an all-reduce of the scalars over the loss axes; none under GSPMD, where they are global sums.
     """
     ctx = _context()
-    return _psum(sums, ctx.loss_axes) if ctx.manual else sums
+
+    def whole(x: jax.Array) -> jax.Array:
+        return _psum(x, tuple(axis for axis in ctx.loss_axes if axis in varies_over(x)))
+
+    return jax.tree.map(whole, sums) if ctx.manual else sums
 
 
 def global_norm(grads: Any, placements: Any) -> jax.Array:

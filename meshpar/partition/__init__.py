@@ -2,6 +2,7 @@
 
 layout.py         how a value is laid out, and the moves between layouts (plain Python)
 signature.py      which dims of an operation correspond, and which axes shard them
+nodes.py          what a plan knows of a value
 plan.py           walks the traced program: the layout of every value
 rules/            one rule a primitive, one file a family
 program.py        the planned program, and the function that runs it on shards

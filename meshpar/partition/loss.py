@@ -111,7 +111,8 @@ def planned(
     num_sums = len(nodes) - num_carried
     carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]
     scope.program.outputs = [
-        *(returned(scope, node, (), ctx.loss_axes) for node in nodes[:num_sums]),
+        returned(scope, nodes[0], (), ctx.loss_axes),  # each device differentiates its part of the loss
+        *(whole_or_parts(scope, node) for node in nodes[1:num_sums]),
         *(returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
     ]
     _check_overlaps(scope)
@@ -159,6 +160,12 @@ def returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()
     placed = scope.demand(scope.ready(node), axes)
     sharding = {axis for dim in axes for axis in dim}
     return Use(placed.register, axes, frozenset({*sharding, *partial, *scope.ctx.slice_axes}), partial)
+
+
+def whole_or_parts(scope: Scope, node: Any) -> Use:
+    """A number that is not differentiated: the devices' parts of a sum that is pending over axes of the loss."""
+    pending = scope.ready(node).layout.pending
+    return returned(scope, node, (), tuple(axis for axis in scope.ctx.loss_axes if axis in pending))
 
 
 def _pairs(tree: Any, specs: Any) -> list[tuple[Any, ArraySpec]]:

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,45 +28,16 @@ from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import gathered
-from meshpar.partition.layout import Layout, count
+from meshpar.partition.layout import Layout, count, moves
+from meshpar.partition.nodes import Deferred, Placed
 from meshpar.partition.program import Program, Step, Use
 from meshpar.partition.signature import Assigned, Call, Operand, Signature, assign, sharded
 from meshpar.partition.source import Source
 
 Rules = Mapping[str, Callable[["Scope", Any, list[Any]], Sequence[Any]]]
 """Name of a primitive -> (scope, equation, nodes of its operands) -> nodes of its results."""
-MANY = 2
 COLLECTIVE_MATMUL = "collective matmul"
 """The name of a product that communicates while it computes."""
-
-
-@dataclass(eq=False)
-class Placed:
-    """A value that a register holds.
-
-    Args:
-      uses: how many operations read it; only the sum of a value that one operation reads may stay pending in it.
-    """
-
-    register: int
-    layout: Layout
-    uses: int = MANY
-    whole: Placed | None = None
-
-
-@dataclass(eq=False)
-class Deferred:
-    """A value that is computed where it is used, in the layout of that use.
-
-    Args:
-      layout: its shape, and the axes that what it is made of would like.
-      make: axes -> the value, sharded over them.
-    """
-
-    layout: Layout
-    make: Callable[[tuple[Axes, ...]], Placed]
-    uses: int = MANY
-    made: dict[tuple[Axes, ...], Placed] = field(default_factory=dict)
 
 
 class Unknown(ShardingError):
@@ -237,24 +208,26 @@ class Scope:
           stored: an operand that is stored in shards, which the operation gathers itself.
         """
         nodes = [node if i == stored else self.ready(node, self.source(eqn)) for i, node in enumerate(nodes)]
-        partial = self._passing(signature, nodes)
-        given = assigned
-        assigned = self.assigned(signature, nodes, bool(partial)) if given is None else given
-        if {*partial} & {axis for axes in assigned.values() for axis in axes}:
-            # Another operand is sharded over the axis of the sum, so the sum ends in the shards of that operand.
-            partial = ()
-            assigned = self.assigned(signature, nodes) if given is None else given
+        copies: set[str] = set()
+        if assigned is None:
+            assigned, partial, copies = self._decided(eqn, signature, nodes)
+        else:
+            partial = self._passing(signature, nodes)
+            partial = () if {*partial} & _axes_of(assigned) else partial
         placed = [
             self.demand(node, sharded(labels, assigned)) for node, labels in zip(nodes, signature.ins, strict=True)
         ]
         uses = [
             self.use(one, sharded(labels, assigned), partial) for one, labels in zip(placed, signature.ins, strict=True)
         ]
-        varies = frozenset().union(*(use.varies for use in uses))
+        varies = frozenset(copies).union(*(use.varies for use in uses))
         if stored is not None:
             varies |= nodes[stored].layout.varies | {a for _, axes in nodes[stored].layout.stored for a in axes}
             uses[stored] = Use(placed[stored].register)
         uses = [replace(use, varies=varies) for use in uses]
+        signature.check(assigned)
+        if self.observer:
+            self.observer.operation(eqn, signature, [node.layout for node in nodes])
         layouts = self._results(eqn, signature, nodes, assigned, varies, partial)
         local_shapes = tuple(layout.local_shape(self.sizes) for layout in layouts)
         call = Call(assigned, local_shapes, self.sizes)
@@ -272,6 +245,38 @@ class Scope:
     def assigned(self, signature: Signature, nodes: Sequence[Any], passes: bool = False) -> Assigned:
         """The axes that the operands decide on."""
         return assign(signature, [self._operand(node, passes) for node in nodes], self.sizes)
+
+    def _decided(self, eqn: Any, signature: Signature, nodes: Sequence[Any]) -> tuple[Assigned, Axes, set[str]]:
+        """The axes that shard an operation's labels; those over which sums pass; those over which results are copies.
+
+        With sequence parallelism an operation may contract tokens that are sharded over an axis, and a product may meet
+        a sum that is pending over it. Either that sum ends, or the tokens are gathered, as Megatron's layers gather
+        them: whichever sends fewer bytes.
+        """
+        passing = self._passing(signature, nodes)
+        assigned = self.assigned(signature, nodes, bool(passing))
+        if {*passing} & _axes_of(assigned):
+            # Another operand is sharded over the axis of the sum, so the sum ends in the shards of that operand.
+            passing, assigned = (), self.assigned(signature, nodes)
+        tokens = {*self.ctx.axes("residual_seq")}.difference(*(x.layout.used for x in nodes if x.layout.is_pinned))
+        contracted = tokens & {axis for label in signature.summed for axis in assigned.get(label, ())}
+        met = self._passing(replace(signature, linear="one"), nodes) if signature.is_product else ()
+        if not contracted and not (met and {*met} <= tokens):
+            return assigned, passing, set()
+        whole = {label: tuple(axis for axis in axes if axis not in tokens) for label, axes in assigned.items()}
+        choices = (assigned, passing, set()), (whole, met or passing, set() if self.is_derivative else contracted)
+        return min(choices, key=lambda choice: self._sent(eqn, signature, nodes, *choice[:2]))
+
+    def _sent(self, eqn: Any, signature: Signature, nodes: Sequence[Any], assigned: Assigned, passing: Axes) -> int:
+        """The bytes that a device sends to move the operands of an operation, and to end the sums of its results."""
+        uses = [
+            self.use(node, sharded(labels, assigned), passing).moves(node.layout, self.sizes)
+            for node, labels in zip(nodes, signature.ins, strict=True)
+            if isinstance(node, Placed)
+        ]
+        results = self._results(eqn, signature, nodes, assigned, frozenset(), passing)
+        ends = [moves(layout, self.settled_axes(layout), frozenset(), self.sizes) for layout in results]
+        return sum(move.sent for found in (*uses, *ends) for move in found)
 
     def use(self, placed: Placed, axes: tuple[Axes, ...], partial: Axes = ()) -> Use:
         """The use of a value sharded over `axes`, typed as varying over no more axes than it has to be."""
@@ -367,9 +372,6 @@ class Scope:
         varies: frozenset[str],
         partial: Axes,
     ) -> list[Layout]:
-        signature.check(assigned)
-        if self.observer:
-            self.observer.operation(eqn, signature, [node.layout for node in nodes])
         names: dict[Any, str] = {}
         for node, labels in zip(nodes, signature.ins, strict=True):
             for label, name in zip(labels, node.layout.names, strict=True):
@@ -403,6 +405,10 @@ class Scope:
             return argument
 
         return Deferred(node.layout, make)
+
+
+def _axes_of(assigned: Assigned) -> set[str]:
+    return {axis for axes in assigned.values() for axis in axes}
 
 
 def _unknown(source: Source) -> str:

@@ -59,6 +59,7 @@ class Signature:
       linear: whether pending sums may pass to the result: `one` if at most one operand has any, `all` if all operands
         have the same, `no` if the operation needs their values.
       views: whether the result is its only operand in another form, so that it stays pinned.
+      is_product: whether the results are linear in each operand, as those of a product are.
       equation: the letters of two operands and of their product, if it is one that `streamed` can compute in chunks.
     """
 
@@ -69,6 +70,7 @@ class Signature:
     closed: tuple[Label, ...] = ()
     linear: Literal["no", "one", "first", "all"] = "no"
     views: bool = False
+    is_product: bool = False
     equation: tuple[str, str, str] | None = None
 
     def check(self, assigned: Assigned) -> None:

@@ -17,6 +17,7 @@ from meshpar.config import Coerced, Config, FilePath, Positive, Target, default
 from meshpar.errors import ConfigError, Problems
 from meshpar.parallel import tensor
 from meshpar.parallel.batch import TEACHER, TEACHER_HEAD, Batch, split_off_shared
+from meshpar.parallel.data import partial_sum
 from meshpar.parallel.outputs import Outputs
 from meshpar.parallel.projection import Chunk, Projection, logits_of
 from meshpar.sharding.rules import AxisRules
@@ -68,6 +69,17 @@ Each = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 """(logits, targets, logits of a teacher or None) -> [batch, seq], the loss of each token."""
 Loss = Callable[[Any, Batch, jax.Array | None, Any], LossSums]
 """(params, batch, key, carried) -> `LossSums` of the local rows."""
+
+
+def of_shards(loss: Loss) -> Loss:
+    """A loss for local shards: its results are sums over one device's tokens, also where their types are the same."""
+
+    def of_device(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
+        found = loss(params, batch, key, carried)
+        total, count, metrics = partial_sum(found.sums)
+        return replace(found, loss=total, count=count, metrics=metrics)
+
+    return of_device
 
 
 def as_loss_sums(found: Any, rows: jax.Array, carried: Any, must_carry: bool) -> LossSums:

@@ -40,7 +40,7 @@ from meshpar.train.gradients import Gradients, Objective, gradients, stale
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
-from meshpar.train.loss import Loss
+from meshpar.train.loss import Loss, of_shards
 from meshpar.train.preferences import REFERENCE
 from meshpar.train.program import batch_structs, compile_program, with_rows
 from meshpar.train.slices import Slices, place_slices, slice_gradients
@@ -288,6 +288,8 @@ class Training:
     def _objective(self, loss: Loss, pipeline: Pipeline | None) -> Objective:
         if self.is_of_whole_arrays:
             loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
+        else:
+            loss = of_shards(loss)
         return Objective(loss, self.key or (lambda step: None), self.frozen, pipeline)
 
     @cached_property

@@ -11,10 +11,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from meshpar import LossSums, training
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel import tensor
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.rules import AxisRules
+from meshpar.train import training as trainings
 from meshpar.train.loss import Distill
 from tests.comparison import largest_difference
 
@@ -141,3 +143,27 @@ def test_planted_local_ids_of_padding_are_seen(monkeypatch):
     monkeypatch.setattr(tensor, "_ids", lambda width, axes: jnp.arange(width, dtype=jnp.int32))
     with pytest.raises(AssertionError):
         assert difference() < 1e-12
+
+
+def mean_of_eights() -> float:
+    """The mean over 16 rows of a loss of local shards, whose count is a number that its shapes say."""
+    mesh, batch = MeshLayout(data=8).build(), {"x": np.full(16, 8, np.float32)}
+
+    def loss(params, batch, key):
+        return LossSums((params["w"] * batch["x"]).sum(), jnp.int32(batch["x"].size))
+
+    step = training(
+        lambda key: {"w": jnp.ones((), jnp.float32)}, loss, optax.sgd(0.1), batch, mesh=mesh, manual=True,
+        rules=AxisRules(preset="replicated"),
+    )  # fmt: skip
+    _, metrics = step.compile_step()(step.compile_init()(), step.put(batch))
+    return float(metrics["loss"])
+
+
+def test_a_count_of_local_rows_that_no_data_decides_is_summed():
+    assert mean_of_eights() == 8
+
+
+def test_planted_a_count_that_is_taken_for_that_of_all_devices(monkeypatch):
+    monkeypatch.setattr(trainings, "of_shards", lambda loss: loss)
+    assert mean_of_eights() == 64

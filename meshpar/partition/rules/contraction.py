@@ -27,7 +27,7 @@ def dot_general(eqn: Any) -> Signature:
     summed = tuple(left[i] for i in contracting[0])
     compute = _by_matrix(len(contracting[0])) if _is_by_matrix(eqn) else same(eqn)
     equation = lettered((left, right), out) if _is_plain(eqn) else None
-    return Signature((left, right), (out,), compute, summed=summed, equation=equation)
+    return Signature((left, right), (out,), compute, summed=summed, is_product=True, equation=equation)
 
 
 def _is_plain(eqn: Any) -> bool:
