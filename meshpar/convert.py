@@ -16,16 +16,17 @@ from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.errors import CheckpointError, ConfigError
-from meshpar.experiment.config import Init, Precision, Run, load
+from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.imported_data import ImportedData
 from meshpar.interop.peft import files_of
 from meshpar.interop.peft_export import write_adapter
 from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
-from meshpar.nn.compressed import dense, dequantized, kernels_in_codes
+from meshpar.nn.compressed import dense, kernels_in_codes
 from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
@@ -171,7 +172,8 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
     """
     folder = Path(folder)
     check_free(folder)
-    run, params, saved = _restored(Path(source))
+    run, _, nested, saved = _restored(Path(source))
+    params = flatten_with_paths(nested)
     if run.lora is None:
         raise CheckpointError(f"{saved.folder} was trained without LoRA; export with --format hf")
     if not (model := run.model.hugging_face()):
@@ -221,29 +223,24 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     Raises:
       CheckpointError: there is no checkpoint, or it holds no config of a run.
     """
-    run, params, where = _restored(source)
-    return (*merged(run, params), where) if run.lora else (run, params, where)
-
-
-def merged(run: Run, params: dict[str, jax.Array]) -> tuple[Run, dict[str, jax.Array]]:
-    """A run with LoRA as one of the model in floats, and its parameters by path with LoRA merged into the kernels."""
-    lora = run.lora
-    assert lora, "only LoRA is merged"
+    run, prepared, params, saved = _restored(source)
+    if not prepared.merged:
+        return run, flatten_with_paths(params), saved
     model = run.model.generation()
-    if model and model.weights:
-        params = dequantized(model.abstract(), params)
+    if model and model.weights:  # the sums are no codes
         run = run.model_copy(update={"model": model.model_copy(update={"weights": None})})
-    return run, lora.merged(params)
+    return run, dict(prepared.merged(params)), saved
 
 
-def _restored(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
-    """As `trained`, with the matrices of LoRA for themselves."""
+def _restored(source: Path) -> tuple[Run, Prepared, Any, Saved]:
+    """As `trained`, also prepared on one device, and with the matrices of LoRA for themselves."""
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
-    without_files = run.model_copy(update={"data": NoData(**_batches(run))})  # they may not be there any more
-    params = flatten_with_paths(restore_params(saved, on_one_device(without_files).placement.structs.params))
-    return run, params, Saved(run_dir, saved.folder)
+    permit_code(run, run_dir)
+    data = run.data if isinstance(run.data, ImportedData) else NoData(**_batches(run))  # its files may be gone
+    prepared = on_one_device(run.model_copy(update={"data": data}))
+    return run, prepared, restore_params(saved, prepared.placement.structs.params), Saved(run_dir, saved.folder)
 
 
 def restore_params(saved: Checkpoint, structs: Any) -> Any:

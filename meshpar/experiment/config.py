@@ -280,21 +280,34 @@ def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = config.load(Run, path, overrides)
-    data = loaded.data if isinstance(loaded.data, ImportedData) else None
-    targets = {
-        ("model.target",): getattr(loaded.model, "target", None),
-        ("loss", "loss.target"): loaded.loss.target,
-        ("data.target",): data and data.target,
-        ("data.transform",): data and data.transform,
-    }
-    for keys, target in targets.items():
-        if target:
-            is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
-            user_code.permit(target, None if is_on_command_line else Path(path))
+    permit_code(loaded, Path(path), overrides)
     replaces = any(override.startswith("callbacks=") for override in overrides)  # all of them
     for callback in loaded.callbacks:
         user_code.permit(callback.target, None if replaces else Path(path))
     return loaded
+
+
+def permit_code(run: Run, path: Path, overrides: Sequence[str] = ()) -> None:
+    """Permits the import of a run's model, loss and data, as `interop.user_code` allows it.
+
+    Args:
+      path: the config's file, or the directory of a run, which has its config in a checkpoint. What this process has
+        permitted already needs no file then.
+
+    Raises:
+      ConfigError: the config may not import one of them.
+    """
+    data = run.data if isinstance(run.data, ImportedData) else None
+    targets = {
+        ("model.target",): getattr(run.model, "target", None),
+        ("loss", "loss.target"): run.loss.target,
+        ("data.target",): data and data.target,
+        ("data.transform",): data and data.transform,
+    }
+    for keys, target in targets.items():
+        if target and not (path.is_dir() and user_code.is_permitted(target)):
+            is_on_command_line = any(f"{key}={target}" in overrides for key in keys)
+            user_code.permit(target, None if is_on_command_line else path)
 
 
 def as_run(run: Run | Path | str) -> Run:

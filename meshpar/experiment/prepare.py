@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -65,6 +65,8 @@ class Prepared(Training):
     """The training of the teacher, on the same mesh."""
     bounds: Mapping[str, int] = field(default_factory=dict)
     """Array of labels -> the number of classes."""
+    merged: Callable[[Any], Mapping[str, jax.Array]] | None = None
+    """See `ModelProgram`."""
 
     @cached_property
     def traced_bytes(self) -> Traffic | None:
@@ -338,6 +340,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         batch_specs=_arrays(run),
         of_rows=model.of_rows,
         bounds=model.bounds,
+        merged=model.merged,
         ctx=ctx,
         seed=run.seed,
         is_offloaded=run.offload.optimizer == "host",

@@ -31,7 +31,7 @@ from meshpar.optim.base import Matrix
 from meshpar.parallel.precision import wide
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.tree import matching, path_name
+from meshpar.tree import flatten_with_paths, matching, path_name
 
 Keys = tuple[Any, ...]
 """The keys that lead to a leaf of nested mappings."""
@@ -174,6 +174,10 @@ class Adapters:
             change = self.lora.scale * jnp.einsum(kernel.equation, wide(a), wide(b), precision="highest")
             plain = _changed(plain, kernel.keys, partial(_plus, change=change))
         return plain
+
+    def merged_by_path(self, params: Any) -> dict[str, jax.Array]:
+        """`merged`, by path."""
+        return flatten_with_paths(self.merged(params))
 
 
 def with_rank(rules: AxisRules) -> AxisRules:

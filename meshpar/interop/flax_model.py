@@ -90,6 +90,7 @@ class Import(ModelContract):
         is_next_token = task.loss.target is None and task.named is None
         evaluated = as_sums(on_shards(user.evaluation), returns_carried=is_next_token)
         of_rows = user.of_rows and on_batch(user.of_rows, **given)
+        merged = None
         if task.adapter:
             key = jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None
             kinds = kinds_of(sums, specs, arrays, key, carried)
@@ -97,6 +98,7 @@ class Import(ModelContract):
             specs, init, rules = adapters.specs(specs), adapters.init(init), with_rank(rules)
             sums, evaluated = adapters.loss(sums), adapters.loss(evaluated)
             of_rows = of_rows and adapters.loss(of_rows)
+            merged = adapters.merged_by_path
         return ModelProgram(
             specs=specs,
             init=init,
@@ -110,6 +112,7 @@ class Import(ModelContract):
             is_of_whole_arrays=not self.manual,
             of_rows=of_rows,
             bounds=user.bounds,
+            merged=merged,
         )
 
     def _functions(self, task: Task, arrays: Mapping[str, ArraySpec]) -> _Functions:

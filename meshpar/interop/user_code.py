@@ -45,7 +45,7 @@ def permit(target: str, config: Path | None) -> None:
     """Finds the file of a target that a config names, and permits its import.
 
     Args:
-      config: the file that names the target; None if the command line does.
+      config: the file that names the target, or the folder of a run; None if the command line does.
 
     Raises:
       ConfigError: the module does not exist, or this config may not import it.
@@ -59,11 +59,16 @@ def permit(target: str, config: Path | None) -> None:
     path = _in_working_directory(module)
     if path is None:
         raise ConfigError(f"{target}: there is no {module.replace('.', '/')}.py in the working directory, {here}")
-    if config is not None and config.resolve().parent != here.resolve():
+    if config is not None and (config.is_dir() or config.resolve().parent != here.resolve()):
         what = f"{config} may not import it: it is not in the working directory, where {module.partition('.')[0]} is"
         fix = f"if you trust it, run meshpar --import {path.relative_to(here)}"
         raise ConfigError(f"{target}: {what}; {fix}")
     _permitted[target] = path
+
+
+def is_permitted(target: str) -> bool:
+    """Whether this process may import it already."""
+    return target in _permitted
 
 
 def load(target: str) -> Any:

@@ -115,6 +115,7 @@ class ModelProgram:
       of_rows: see `Training`.
       bounds: array of labels -> the number of classes.
       has_reference: whether the loss needs the first parameters, in the carried state.
+      merged: the parameters with LoRA's -> those of the model alone by path, with each update added; None without LoRA.
     """
 
     specs: Any
@@ -134,6 +135,7 @@ class ModelProgram:
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     bounds: Mapping[str, int] = field(default_factory=dict)
     has_reference: bool = False
+    merged: Callable[[Any], Mapping[str, jax.Array]] | None = None
 
 
 class ModelContract(Config):

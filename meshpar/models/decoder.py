@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -15,10 +16,11 @@ from meshpar.models.reference import Scale, decoder_sizes
 from meshpar.nn.attention import context_parallel
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import Setting, of_run
+from meshpar.nn.compressed import dequantized
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.layer_loops import BLOCKS
-from meshpar.nn.lora import without_lora
+from meshpar.nn.lora import LoRA, without_lora
 from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
@@ -89,7 +91,13 @@ class DecoderModel(Decoder, ModelContract):
             parts=parts(abstract, loss, evaluation, count_targets),
             has_own_arrays=self.has_own_arrays,
             has_reference=copies_reference,
+            merged=partial(self._merged, task.adapter) if task.adapter else None,
         )
+
+    def _merged(self, lora: LoRA, params: Any) -> Mapping[str, jax.Array]:
+        """The kernels by path, in floats, with their updates."""
+        flat = flatten_with_paths(params)
+        return lora.merged(dequantized(self.abstract(), flat) if self.weights else flat)
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
         if task.loss.target:

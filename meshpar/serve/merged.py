@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from meshpar.checkpoint.saved import Checkpoint
-from meshpar.convert import merged, restore_params
+from meshpar.convert import restore_params
 from meshpar.experiment.config import Run
 from meshpar.experiment.validate import task_of
-from meshpar.nn.lora import LoRA, is_lora
+from meshpar.nn.lora import is_lora
 from meshpar.parallel.precision import stored_in
-from meshpar.serve.on_mesh import for_tokens
+from meshpar.serve.on_mesh import ACTIVATION_DIMS, for_tokens
 from meshpar.sharding.resolve import resolve
 from meshpar.train.program import compile_program, structs, trace
 from meshpar.train.state import stored
@@ -23,7 +25,7 @@ Arrays = dict[str, Any]
 """Path -> array, or its struct."""
 
 
-def restore_merged(run: Run, lora: LoRA, saved: Checkpoint, plain: Any) -> Any:
+def restore_merged(run: Run, saved: Checkpoint, plain: Any) -> Any:
     """The parameters of the model without LoRA, from a checkpoint of a run with it.
 
     Args:
@@ -33,16 +35,22 @@ def restore_merged(run: Run, lora: LoRA, saved: Checkpoint, plain: Any) -> Any:
     Numerics: see `LoRA.merged`.
     """
     mesh = jax.tree.leaves(plain)[0].sharding.mesh
-    rules = for_tokens(run.context(mesh)).rules
-    program = run.model.program(task_of(run))
+    program = run.model.program(replace(task_of(run), mesh=mesh))
+    merging = program.merged
+    assert merging, "a run with LoRA"
+    rules = for_tokens(replace(run.context(mesh), rules=program.rules)).rules
     wide_paths = program.state.paths if program.state else ()
     specs = stored_in(program.specs, np.dtype(run.precision.params), wide_paths)
-    adapted = structs(stored(resolve(specs, rules, mesh), rules))
-    params = flatten_with_paths(restore_params(saved, adapted))
+    of_activations = program.activation_dims
+    if of_activations is not None:
+        of_activations = (*of_activations, *ACTIVATION_DIMS)
+    adapted = resolve(specs, rules, mesh, activation_dims=of_activations)
+    nested = structs(stored(adapted, rules))
+    params = flatten_with_paths(restore_params(saved, nested))
     updates = {path: params.pop(path) for path in list(params) if is_lora(path)}
 
-    def merge(params: Arrays, updates: Arrays) -> Arrays:
-        return merged(run, params | updates)[1]
+    def merge(params: Arrays, updates: Arrays) -> Mapping[str, jax.Array]:
+        return merging(map_with_path(lambda path, _: (params | updates)[path], nested))
 
     placed = {path: struct.sharding for path, struct in flatten_with_paths(plain).items()}
     is_of_floats = placed.keys() == params.keys()  # codes cannot become the floats that they stand for in place

@@ -22,10 +22,13 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.precision import computed_in, stored_in
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import Placement, resolve
-from meshpar.sharding.rules import AxisRules
+from meshpar.sharding.rules import UNNAMED, AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.program import on_shards, pspecs
 from meshpar.train.state import stored
+
+ACTIVATION_DIMS = ("batch", "seq", "residual_seq", UNNAMED)
+"""The dims that a user's own model may have in its activations only, whose rules need no parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)

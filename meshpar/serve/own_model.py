@@ -23,10 +23,11 @@ from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.precision import computed_in
 from meshpar.partition.function import PartitionedFunction, Sharding
 from meshpar.serve.adjust import most_adjusted
+from meshpar.serve.on_mesh import ACTIVATION_DIMS
 from meshpar.serve.sampling import Asked, RowSampling, sample_each
 from meshpar.serve.scheduler import Capacity
 from meshpar.sharding.resolve import Placement, resolve
-from meshpar.sharding.rules import UNNAMED, AxisRules
+from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.program import compile_program, on_shards, pspecs, shardings, structs, trace, whole
 from meshpar.train.state import stored
@@ -51,9 +52,7 @@ class OwnDecoding:
     @cached_property
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
-        placed = resolve(
-            self.specs, self.ctx.rules, self.ctx.mesh, activation_dims=("batch", "seq", "residual_seq", UNNAMED)
-        )
+        placed = resolve(self.specs, self.ctx.rules, self.ctx.mesh, activation_dims=ACTIVATION_DIMS)
         return stored(placed, self.ctx.rules)
 
     @property

@@ -15,7 +15,7 @@ from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.convert import TOKENIZER, restore_params, run_of
 from meshpar.errors import CheckpointError, ConfigError, Problems
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Run, load, permit_code
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint, open_pretrained
@@ -128,11 +128,13 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     if not path.exists() and (hint := hub_hint(path)):
         raise CheckpointError(f"{path}: there is no such config or folder{hint}")
     if not path.is_dir():
-        return of_run(config.load(Run, path, overrides), f"meshpar train {path}")
+        return of_run(load(path, overrides), f"meshpar train {path}")
     if (path / CONFIG).is_file() or is_adapter(path):
         return _of_pretrained(open_pretrained(path), overrides)
     saved = find(path, include=())
-    return _of_checkpoint(path, config.build(Run, saved.meta["config"], str(saved.folder / META), overrides))
+    run = config.build(Run, saved.meta["config"], str(saved.folder / META), overrides)
+    permit_code(run, path, overrides)
+    return _of_checkpoint(path, run)
 
 
 def of_run(run: Run, train: str = "train it first") -> Source:
@@ -153,7 +155,7 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
 
     def restore(structs: Any) -> Any:
         saved = find(path, (*PARAMS, *AVERAGES))
-        return restore_merged(run, run.lora, saved, structs) if run.lora else restore_params(saved, structs)
+        return restore_merged(run, saved, structs) if run.lora else restore_params(saved, structs)
 
     return Source(_in_floats(run) if run.lora else run, restore, language, folder if language else _chat_files(run))
 

@@ -1,0 +1,137 @@
+"""The low-rank updates of a user's own model are in everything that reads its run, and a new process finds its code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar import convert, generate
+from meshpar.interop import user_code
+from meshpar.interop.adapters import Adapters
+from meshpar.serve.source import open_source
+from meshpar.train.program import on_host, structs
+from meshpar.tree import flatten_with_paths
+from tests.command import exit_code
+
+MODULE = """
+import flax.linen as nn
+import jax.numpy as jnp
+
+
+class Own(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        def kernel(*dims):
+            return nn.with_logical_partitioning(nn.initializers.lecun_normal(), dims)
+
+        x = nn.Embed(64, 16)(tokens)
+        x = nn.Dense(32, kernel_init=kernel("embed", "mlp"), name="up")(x)
+        x = nn.DenseGeneral((4, 4), kernel_init=kernel("mlp", "embed", "head_dim"), name="heads")(nn.gelu(x))
+        return nn.DenseGeneral(64, axis=(-2, -1), name="out")(x)
+"""
+CONFIG = """\
+model: {kind: import, target: own_model:Own}
+data: {kind: synthetic, vocab_size: 64, batch_size: 8, seq_len: 8, documents_in_row: joined}
+optim: {kind: adamw, lr: 1e-1}
+mesh: {data: 2, fsdp: 2, tensor: 2}
+rules: {preset: [fsdp, megatron], unnamed: []}
+num_steps: 3
+loggers: []
+run_dir: base
+"""
+ADAPTED = "init: {from_checkpoint: base}\nlora: {rank: 2, paths: [up, heads]}\nrun_dir: run\n"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """Works in a folder with a run, and one that tunes it with LoRA."""
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(user_code, "_named", [])
+        patch.setattr(user_code, "_permitted", {})
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(tmp_path_factory.mktemp("tuned"))
+        Path("own_model.py").write_text(MODULE)
+        Path("base.yaml").write_text(CONFIG)
+        Path("config.yaml").write_text(CONFIG.replace("run_dir: base\n", ADAPTED))
+        for config in ("base.yaml", "config.yaml"):
+            assert exit_code("train", config, "--json") == 0
+        yield
+    sys.modules.pop("own_model", None)
+
+
+def answer_of(params) -> list[int]:
+    """A greedy loop in plain Flax."""
+    row = [3, 5]
+    for _ in range(4):
+        row.append(
+            int(importlib.import_module("own_model").Own().apply({"params": params}, jnp.array([row]))[0, -1].argmax())
+        )
+    return row[2:]
+
+
+def by_hand() -> dict:
+    """The kernels with their updates, alpha / rank = 8 times the product of the two matrices."""
+    _, prepared, nested, _ = convert._restored(Path("run"))
+    assert prepared.merged
+    plain = {name: dict(child) for name, child in nested.items()}
+    for module in ("up", "heads"):
+        update = plain[module].pop("lora")["kernel"]
+        a, b = update["a"], update["b"].reshape(2, -1)
+        kernel = plain[module]["kernel"]
+        plain[module]["kernel"] = kernel + 8 * (a.reshape(-1, 2) @ b).reshape(kernel.shape)
+    return plain
+
+
+def served():
+    """The parameters that a server has."""
+    source = open_source(Path("run"))
+    assert source.own
+    return on_host(source.own.restore(structs(source.own.decoding(2, 8, 4).params)))
+
+
+def test_generation_servers_and_conversions_have_the_updates(tuned):
+    want = by_hand()
+    _, converted, _ = convert.trained(Path("run"))
+    before = convert.trained(Path("base"))[1]
+    for found in (converted, flatten_with_paths(served())):
+        assert found.keys() == before.keys() == flatten_with_paths(want).keys()
+        assert all(abs(found[path] - x).max() < 1e-5 for path, x in flatten_with_paths(want).items())
+    assert all(abs(converted[f"{name}.kernel"] - before[f"{name}.kernel"]).max() > 0.1 for name in ("up", "heads"))
+    assert generate("run", [[3, 5]], max_tokens=4).completions[0].tokens == answer_of(want)
+
+
+def test_planted_updates_that_are_dropped_are_seen(tuned, monkeypatch):
+    def dropped(self, params):
+        return {path: x for path, x in flatten_with_paths(params).items() if ".lora." not in path}
+
+    want = flatten_with_paths(by_hand())
+    monkeypatch.setattr(Adapters, "merged_by_path", dropped)
+    for found in (convert.trained(Path("run"))[1], flatten_with_paths(served())):
+        assert {path for path, x in want.items() if abs(found[path] - x).max() > 0.1} == {"up.kernel", "heads.kernel"}
+
+
+def test_the_directory_of_a_run_imports_no_code_that_is_not_permitted(tuned, command, monkeypatch):
+    monkeypatch.setattr(user_code, "_permitted", {})
+    done = command("generate", "run", "--prompt", "3 5")
+    assert (done.code, done.err) == (
+        2,
+        "meshpar: own_model:Own: run may not import it: it is not in the working directory, where own_model is; "
+        "if you trust it, run meshpar --import own_model.py\n",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["generate", "config.yaml"], ["--import", "own_model.py", "generate", "run"]])
+def test_a_new_process_generates_from_the_config_and_from_the_directory(tuned, words):
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "meshpar", *words, "--prompt", "3 5", "--max-tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "3 5" + " ".join(map(str, answer_of(by_hand())))
