@@ -20,7 +20,7 @@ from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from meshpar.mesh import driver
 from meshpar.progress import busy, say
-from meshpar.sweep import plot
+from meshpar.sweep import plot, recorded
 from meshpar.sweep.grid import Point, read
 from meshpar.sweep.outcome import Outcome, Swept, direction, ended, failed
 from meshpar.train.loop.signals import Interrupted
@@ -136,7 +136,7 @@ def sweep(
     if (folder / FILE).is_file():
         raise ConfigError(f"run_dir: {folder} is the folder of a run; a sweep needs one of its own: run_dir=...")
     with busy(f"checking {len(points)} runs"):
-        runs = _checked(config, fixed, points, folder, devices)
+        runs = _checked(config, fixed, points, folder, devices, metric)
     folder.mkdir(parents=True, exist_ok=True)
     with hold_alone(folder):
         found = Sweep(config, fixed, runs, devices, metric, towards).train(parallel)
@@ -165,7 +165,7 @@ def _folder(config: Path, overrides: Sequence[str]) -> Path:
 
 
 def _checked(
-    config: Path, fixed: Sequence[str], points: Sequence[Point], folder: Path, devices: int | None
+    config: Path, fixed: Sequence[str], points: Sequence[Point], folder: Path, devices: int | None, metric: str
 ) -> dict[Point, Run]:
     """The config of each point."""
     problems = Problems()
@@ -174,7 +174,9 @@ def _checked(
     for point in points:
         try:
             run = load(config, _overrides(fixed, point, folder / point.name))
-            prepare(run, run.mesh.abstract(devices))
+            prepared = prepare(run, run.mesh.abstract(devices))
+            if not runs:  # they differ in values, and not in what they record
+                recorded.check(metric, prepared)
             runs[point] = run
         except MeshparError as error:
             if str(error) not in seen:  # a value that is wrong in many points is one problem

@@ -12,10 +12,13 @@ import pytest
 
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import load
-from meshpar.sweep import grid, plot
+from meshpar.experiment.prepare import prepare
+from meshpar.interop import user_code
+from meshpar.sweep import grid, plot, recorded
 from meshpar.sweep import sweep as sweeping
 from meshpar.sweep.outcome import direction
 from tests.command import CONFIG
+from tests.tasks.test_examples import FOLDER as EXAMPLES
 
 LIKE_TRAIN = """
 import json, pathlib, sys
@@ -127,6 +130,32 @@ def test_bad_values_are_refused_before_anything_runs(command, monkeypatch, tmp_p
     monkeypatch.setattr(sweeping, "has_accelerator", lambda: True)
     said = command("sweep", "config.yaml", "optim.lr=[1e-3,1e-2]", "--parallel", "2")
     assert (said.code, "each run would take all accelerators" in said.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("metric", "fix"),
+    [("accuracy", "there are loss"), pytest.param("los", "did you mean loss?", marks=pytest.mark.slow)],
+)
+def test_a_metric_that_no_evaluation_records_is_refused_before_anything_is_trained(
+    metric, fix, tmp_path, command, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG + "run_dir: run\n")
+    said = command("sweep", "config.yaml", "optim.lr=[1e-3,1e-2]", "--metric", metric, "--best", "lowest")
+    assert said.code == 2 and not (tmp_path / "run").exists()
+    assert f"--metric {metric}: no evaluation would record it; {fix}" in said.err
+
+
+METRICS = {"house_prices": {"mse", "rmse", "mae", "r2"}, "clip_pairs": {"recall_at_1", "recall_at_5"}}
+
+
+@pytest.mark.parametrize("name", ["house_prices", pytest.param("clip_pairs", marks=pytest.mark.slow)])
+def test_the_metrics_of_an_example_are_known_before_it_is_trained(name, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    user_code.name(EXAMPLES / f"{name}.py")
+    run = load(f"{name}.yaml")
+    assert recorded.metrics(prepare(run, run.mesh.abstract())) - {"scale"} == {"loss"} | METRICS[name]
 
 
 @pytest.mark.slow
