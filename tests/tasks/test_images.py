@@ -248,6 +248,8 @@ def test_a_label_beyond_the_classes_is_named_with_file_row_and_fix(written):
 
 REFUSED = {
     "no folder": ({"path": "nowhere"}, "data.path = 'nowhere'\n    there is no such folder"),
+    "no held-out folder": ({"held_out_path": "nowere"}, "data.held_out_path = 'nowere'\n    there is no such folder"),
+    "no held-out file": ({"format": "parquet", "held_out_path": "neer.parquet"}, "did you mean near.parquet?"),
     "no class folders": ({"path": "."}, "contains no folder\n    a folder for each class; or data.format=parquet"),
     "a column": ({"format": "parquet", "image_field": "picture"}, "has no column 'picture'\n    It has image, label"),
     "of text": (
@@ -267,6 +269,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_by_name(written, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
+    Path("near.parquet").touch()
     changes, message = REFUSED[name]
     where = str(written[changes.get("format", "folders")])
     with pytest.raises((ConfigError, DataError)) as error:

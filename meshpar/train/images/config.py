@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from meshpar.config import PathText, Positive, Section, default
+from meshpar.errors import DataError
 from meshpar.train.images import columns, records, tars
 from meshpar.train.images.augment import Augment, Varied, Whole
 from meshpar.train.images.decode import pillow
@@ -87,8 +88,13 @@ class Images(RowData):
 
     @cached_property
     def sources(self) -> tuple[Source, Source | None]:
-        held_out = None if self.held_out_path is None else self._source(self.held_out_path)
-        return self._source(self.path), held_out
+        source = self._source(self.path)
+        if self.held_out_path is None:
+            return source, None
+        try:
+            return source, self._source(self.held_out_path)
+        except DataError as error:
+            raise DataError(str(error).replace("data.path = ", "data.held_out_path = ")) from None
 
     @cached_property
     def row_spec(self) -> RowSpec:
