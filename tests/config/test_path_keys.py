@@ -94,9 +94,7 @@ def near_name(key: Key, folder: Path) -> str:
     return "corpora/englsh.d"
 
 
-@pytest.mark.parametrize(  # pictures need a model of one's own: tests/tasks/test_images.py
-    "name", [name for name, key in PATHS.items() if key.name not in WRITTEN and not name.endswith("of images")]
-)
+@pytest.mark.parametrize("name", [name for name, key in PATHS.items() if key.name not in WRITTEN])
 def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folder, command, name):
     key = PATHS[name]
     data = key.data(near_name(key, folder))
