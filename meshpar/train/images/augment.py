@@ -78,7 +78,7 @@ class Whole:
     def made(self, image: np.ndarray, label: Any) -> Row:
         """The row of an image uint8[height, width, channels]."""
         if self.dtype == "float32":
-            image = image.astype(np.float32) / np.float32(255)
+            image = np.divide(image, np.float32(255), dtype=np.float32)
         return {"image": image, "label": label}
 
     def weights(self, label: int) -> Any:

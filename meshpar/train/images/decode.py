@@ -63,7 +63,8 @@ def cropped(picture: Any, box: Box, size: Size, channels: int) -> np.ndarray:
             picture.draft(MODES[channels], (int(width * scale), int(height * scale)))
         if "transparency" in picture.info and picture.mode == "P":
             picture = picture.convert("RGBA")
-        whole = picture.convert(MODES[channels])
+        picture.load()
+        whole = picture if picture.mode == MODES[channels] else picture.convert(MODES[channels])
     except Exception as error:
         raise CorruptRow(f"it cannot be decoded: {_said(error, library)}") from None
     x, y = whole.width / width, whole.height / height

@@ -72,18 +72,19 @@ class RowDataset:
         at = self.order.first + index * self.batch_size + np.asarray(rows)
         is_counted = np.ones(len(at), np.int32) if self.seed is not None else (at < self.num_rows).astype(np.int32)
         wrong = []
-        read = []
+        batch = {name: np.empty((len(at), *shape), dtype) for name, (shape, dtype) in self.spec.arrays.items()}
         for place, i in enumerate(at):
             try:
-                read.append(self._row(int(i)))
+                row = self._row(int(i))
             except CorruptRow as error:
                 if self.skipped is None:
                     raise
-                read.append(self.spec.zeros())
+                row = self.spec.zeros()
                 if is_counted[place]:
                     wrong.append(str(error))
                 is_counted[place] = 0
-        batch = {name: np.stack([row[name] for row in read]) for name in self.spec.arrays}
+            for name, x in row.items():
+                batch[name][place] = x
         return batch | {COUNTED: is_counted}, wrong
 
     def batches(self, start: int = 0, rows: ArrayLike | None = None) -> Generator[Batch, None, None]:
