@@ -19,9 +19,11 @@ from meshpar.errors import CheckpointError, ConfigError
 from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
+from meshpar.interop.family_model import FamilyModel, export_family
 from meshpar.interop.folder import MODEL_FILES
-from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.huggingface import CONFIG, Pretrained
 from meshpar.interop.imported_data import ImportedData
+from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of
 from meshpar.interop.peft_export import write_adapter
 from meshpar.interop.pretrained import PretrainedBeginning
@@ -57,7 +59,7 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
     Memory: the run's state on its mesh, and a second copy of one parameter.
 
     Raises:
-      CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_pretrained`.
+      CheckpointError: the run directory exists; or lists what is wrong with the folder, see `open_folder`.
       ConfigError: lists what is wrong with the overrides.
 
     Examples:
@@ -81,7 +83,7 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
-    pretrained = open_pretrained(folder)
+    pretrained = open_folder(folder)
     with whole_or_not(run_dir) as made:
         (made / MODEL_FILES).mkdir()
         (made / MODEL_FILES / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
@@ -148,6 +150,9 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     folder = Path(folder)
     check_free(folder)
     run, params, saved = trained(Path(source))
+    if isinstance(run.model, FamilyModel):
+        export_family(folder, run.model, params, _companions(run, saved), largest_file)
+        return
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
     companions = _companions(run, saved)

@@ -1,4 +1,4 @@
-"""Writes `meshpar/models/config_classes.py`: keys and defaults of transformers' config classes.
+"""Writes keys and defaults of transformers' config classes: `config_classes.py` in `meshpar/models` and in `families`.
 
 Run it again for another version of transformers: `python scripts/config_classes.py`.
 """
@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshpar.interop.architectures import ARCHITECTURES
+from meshpar.models.families import FAMILIES
 
 PATH = Path(__file__).parents[1] / "meshpar/models/config_classes.py"
+OF_LLAMA = ("internlm3",)
+"""Kinds whose model is that of llama."""
+OF_FAMILIES = PATH.parent / "families/config_classes.py"
 HEAD = '''\
 """Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes this file.
 
@@ -53,6 +57,20 @@ CONFIG_CLASSES: Mapping[str, ConfigClass] = {
 '''
 
 
+HEAD_OF_FAMILIES = '''\
+"""Keys and defaults of the config classes of the families. `scripts/config_classes.py` writes this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshpar.models.config_classes import ConfigClass
+
+# fmt: off
+CONFIG_CLASSES: Mapping[str, ConfigClass] = {
+'''
+
+
 def described(kind: str) -> tuple[str, dict[str, Any], list[str], dict[str, str], list[str]]:
     """The parts of a `ConfigClass`, with the keys of its base class."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,25 +80,41 @@ def described(kind: str) -> tuple[str, dict[str, Any], list[str], dict[str, str]
     config_class = CONFIG_MAPPING[kind]
     fields = dataclasses.fields(config_class)
     defaults = {field.name: field.default for field in fields}
-    rotary = {"rope_theta": config_class.default_theta} if "rope_parameters" in defaults else {}
+    rotary = {"rope_theta": getattr(config_class, "default_theta", 1e4)} if "rope_parameters" in defaults else {}
     nullable = sorted(field.name for field in fields if type(None) in typing.get_args(field.type))
-    beside = {"per_layer_config", "quantization_config", *keys_used(kind, "getattr")} - defaults.keys()
+    beside = {"per_layer_config", "quantization_config", *keys_used(kind, "getattr"), *_taken(config_class)}
+    beside -= {*defaults, *rotary}
     beside |= {"rope_scaling", "partial_rotary_factor"} if rotary else set()
     return config_class.__name__, defaults | rotary, nullable, config_class.attribute_map, sorted(beside)
 
 
+def _taken(config_class: Any) -> set[str]:
+    """The keys that a class takes from a config without having them as fields."""
+    source = inspect.getsource(config_class)
+    return {*re.findall(r'kwargs\.(?:get|pop|setdefault)\(\s*"(\w+)"', source)}
+
+
 def keys_used(kind: str, how: Literal["getattr", "any"]) -> set[str]:
     """The keys of a config that the code of a kind's model reads: with `getattr`, which needs no such field; or any."""
-    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    module = CONFIG_MAPPING[kind].__module__.replace("configuration_", "modeling_")
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama" if kind in OF_LLAMA else module)
     source = inspect.getsource(modeling)
     found = {*re.findall(r'getattr\((?:self\.)?config, "([a-z]\w*)"', source)}
     return found if how == "getattr" else found | {*re.findall(r"config\.([a-z]\w*)", source)}
 
 
 def text() -> str:
-    """The whole file."""
+    """The whole file of meshpar's own decoders."""
     entries = [_entry(kind, *described(kind)) for kind in ARCHITECTURES]
     return HEAD + "".join(entries) + "}\n"
+
+
+def text_of_families() -> str:
+    """The whole file of the families."""
+    kinds = [kind for kind, family in FAMILIES.items() if family.called is None and kind not in ARCHITECTURES]
+    return HEAD_OF_FAMILIES + "".join(_entry(kind, *described(kind)) for kind in kinds) + "}\n"
 
 
 def _entry(
@@ -102,3 +136,4 @@ def _entry(
 
 if __name__ == "__main__":
     PATH.write_text(text())
+    OF_FAMILIES.write_text(text_of_families())

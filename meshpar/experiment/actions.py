@@ -33,7 +33,7 @@ from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
 from meshpar.interop.export import keep_model_files
-from meshpar.interop.huggingface import open_pretrained
+from meshpar.interop.open_folder import open_folder
 from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
@@ -476,7 +476,7 @@ def _beginning(
     if source is None and init and init.from_hf:
         if not init.from_hf.is_dir():
             raise ConfigError(_no_folder(init.from_hf))
-        pretrained = replace(open_pretrained(init.from_hf), is_upcycled=init.upcycle)
+        pretrained = replace(open_folder(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
         model = prepared.run.model.hugging_face()
         codes = kernels_in_codes(model.abstract()) if model and model.weights else {}

@@ -17,6 +17,7 @@ from meshpar.cost.memory import Widths
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
+from meshpar.interop.family_model import FamilyModel
 from meshpar.interop.flax_model import Import
 from meshpar.interop.imported_callback import ImportedCallback
 from meshpar.interop.imported_data import ImportedData
@@ -40,7 +41,7 @@ from meshpar.train.preferences import DPO, ORPO
 from meshpar.train.records.loggers import Logger, TensorBoard
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 
-Model = Annotated[Family | Import, pydantic.Field(discriminator="kind")]
+Model = Annotated[Family | FamilyModel | Import, pydantic.Field(discriminator="kind")]
 """One of meshpar's models, or a user's Flax model."""
 Data = Annotated[Tokens | ImportedData | Images, pydantic.Field(discriminator="kind")]
 """Packed tokens, or rows of arrays."""
@@ -203,7 +204,9 @@ class Run(Config):
         init = init.model_dump() if isinstance(init, Init) else init
         if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
             return data
-        if model.get("kind") not in (None, "llama", "gpt"):
+        if "config" in model:  # of a family, which is complete
+            return data
+        if model.get("kind") not in (None, "llama", "gpt", "family"):
             return data
         found = _model_in(init, data.get("run_dir"))
         kind = found.get("kind")
@@ -248,9 +251,9 @@ def _model_in(init: dict[str, Any], run_dir: Any) -> dict[str, Any]:
     folder, checkpoint = init.get("from_hf"), init.get("from_checkpoint")
     try:
         if isinstance(folder, (str, Path)):
-            from meshpar.interop.huggingface import open_pretrained
+            from meshpar.interop.open_folder import open_folder
 
-            return open_pretrained(Path(folder)).model.model_dump(mode="json")
+            return open_folder(Path(folder)).model.model_dump(mode="json")
         return _model_of(checkpoint) if isinstance(checkpoint, (str, Path)) else {}
     except CheckpointError:
         if isinstance(run_dir, (str, Path)):
@@ -298,8 +301,9 @@ def permit_code(run: Run, path: Path, overrides: Sequence[str] = ()) -> None:
       ConfigError: the config may not import one of them.
     """
     data = run.data if isinstance(run.data, ImportedData) else None
+    model = run.model if isinstance(run.model, Import) and run.model.kind == "import" else None
     targets = {
-        ("model.target",): getattr(run.model, "target", None),
+        ("model.target",): model and model.target,
         ("loss", "loss.target"): run.loss.target,
         ("data.target",): data and data.target,
         ("data.transform",): data and data.transform,

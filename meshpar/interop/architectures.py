@@ -42,7 +42,7 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
         problems.add(f"{where}: model_type", f"{kind!r} is not supported", fix)
         return None
     architecture = ARCHITECTURES[kind]
-    given = completed(config, kind, found)
+    given = completed(config, CONFIG_CLASSES[kind], found)
     sizes = {field: given[key] for key, field in architecture.keys.items() if given.get(key) is not None}
     num_found = len(found)
     _check_sizes(sizes, architecture, most_layers, found)
@@ -75,13 +75,12 @@ def kind_of(config: Json) -> Any:
     return "ministral" if kind == "mistral" and "layer_types" in config else kind
 
 
-def completed(config: Json, kind: str, found: Problems) -> Json:
-    """The values that transformers' config class has after it read a `config.json`.
+def completed(config: Json, own: ConfigClass, found: Problems) -> Json:
+    """The values that a config class of transformers has after it read a `config.json`.
 
     Other names of a key are replaced by its own name, and a missing key has the default of the class. Keys that the
     class does not have are left out, as transformers does, and refused if they might ask for another model.
     """
-    own = CONFIG_CLASSES[kind]
     defaults = own.defaults
     called = {alias: key for alias, key in own.aliases.items() if key in defaults}
     called |= {key: alias for alias, key in own.aliases.items() if key not in defaults}

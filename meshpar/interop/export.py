@@ -58,7 +58,7 @@ def export(
     with whole_or_not(folder) as made:
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(companions, made)
-        _write_files(made, tensors, largest_file)
+        write_files(made, tensors, largest_file)
 
 
 @contextmanager
@@ -144,14 +144,14 @@ def _tensors(model: DecoderModel, kind: str, params: Mapping[str, jax.Array], dt
     shapes = layer_shapes(model)
     for name, foreign in names_of(model, kind):
         for place, complete in numbered(name, foreign, model):
-            make = partial(_tensor, foreign, shapes, params, place)
+            make = partial(tensor_of, foreign, shapes, params, place)
             yield Written(complete, dtype, foreign.shape(shapes), make)
 
 
-def _tensor(
+def tensor_of(
     foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], place: tuple[int, ...]
 ) -> np.ndarray:
-    """One tensor of the folder. `place` indexes the layer and the expert of its parameters, if they are stacked."""
+    """One tensor of a folder. `place` indexes the layer and the expert of its parameters, if they are stacked."""
     parts = []
     for path in foreign.parts:
         param = params[path][place]
@@ -163,7 +163,7 @@ def _tensor(
     return tensor.T if foreign.outputs_first else tensor
 
 
-def _write_files(folder: Path, tensors: list[Written], largest_file: int) -> None:
+def write_files(folder: Path, tensors: list[Written], largest_file: int) -> None:
     files = _files(tensors, largest_file)
     if len(files) == 1:
         write(folder / WEIGHTS, files[0])

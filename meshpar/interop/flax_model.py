@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -61,6 +61,20 @@ class Import(ModelContract):
     """Whether the model and its loss are written for local shards. In `lowering: manual` they get a device's rows then.
     Parameters sharded over axes of the batch are gathered first; parameters sharded over other axes are local shards,
     and the model communicates over these axes itself. Other models are partitioned."""
+
+    called_with: ClassVar[tuple[str, ...]] = ("tokens",)
+    """The arrays of a batch with which the loss of the next token calls the model."""
+
+    def module(self) -> Any:
+        """The Linen module; or a function with an argument `rngs` that returns one of NNX."""
+        build = _builder(self)
+        if "rngs" in signature(build.__init__ if isinstance(build, type) else build).parameters:
+            return partial(build, **self.arguments)
+        return _linen(self, build)
+
+    def _built(self, seq_len: int) -> _Model:
+        module = self.module()
+        return _of_linen(module, seq_len) if isinstance(module, nn.Module) else _of_nnx(module)
 
     def program(self, task: Task) -> ModelProgram:
         """Imports the model, and its own loss if the config names one.
@@ -131,7 +145,7 @@ class Import(ModelContract):
             name = (target or "").rpartition(":")[2] or "loss"
             fix = f"def {name}(model, batch), or (model, batch, key); or a loss by name, loss=classify"
             raise ConfigError(f"loss: the loss of rows of arrays is your own, or has a name; {fix}")
-        user = _built(self, task.seq_len)
+        user = self._built(task.seq_len)
         init, carried = user.init, user.carried
         structs = jax.eval_shape(lazily(carried), jax.random.key(task.seed))
         carries = bool(jax.tree.leaves(structs))
@@ -157,7 +171,7 @@ class Import(ModelContract):
         if task.distill:
             what = "an imported model computes its loss itself, which has no teacher"
             problems.add("distill", what, "no distill; or a loss of your own, loss: package.module:name, that calls it")
-        if task.has_documents and task.loss.target is None:
+        if task.has_documents and task.loss.target is None and len(self.called_with) == 1:
             what = (
                 f"{self.target} is called with the tokens alone, so a token attends to other documents of its row too"
             )
@@ -173,7 +187,7 @@ class Import(ModelContract):
         if self.manual:
             raise ConfigError("model.manual: a model for local shards cannot generate; model.manual=false")
         with user_code.blamed(self.target):
-            user = _built(self, seq_len)
+            user = self._built(seq_len)
             first = jax.random.key(0)
             carried = jax.eval_shape(lazily(user.carried), first)
             apply = decoding = None
@@ -202,9 +216,9 @@ class Import(ModelContract):
         if task.vocab_size > vocab_size:
             what = f"the data has {task.vocab_size} token ids"
             raise ConfigError(f"{what}, but {self.target} has logits for {vocab_size}")
-        loss = _next_token(self.target, user, partial(task.loss.build, vocab_size=vocab_size), is_training=True)
+        loss = _next_token(self, user, partial(task.loss.build, vocab_size=vocab_size), is_training=True)
         build = partial(next_token_loss, vocab_size=vocab_size)
-        return loss, _next_token(self.target, user, build, is_training=False)
+        return loss, _next_token(self, user, build, is_training=False)
 
 
 @dataclass(frozen=True)
@@ -236,13 +250,13 @@ class _Model:
       module: the Linen module, or the `GraphDef` of the NNX module.
       init: key -> parameters.
       carried: key -> the initial state that the forward changes, such as batch statistics.
-      apply: (params, carried, tokens, is_training) -> logits, and the next `carried`.
+      apply: (params, carried, arrays of the call, is_training) -> logits, and the next `carried`.
     """
 
     module: Any
     init: Init
     carried: Init
-    apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
+    apply: Callable[[Any, Any, Sequence[jax.Array], bool], tuple[jax.Array, Any]]
 
 
 def _as_is(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,12 +275,13 @@ def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:
     return gathered_loss
 
 
-def _next_token(target: str, user: _Model, build: Callable[..., Loss], is_training: bool) -> Callable[..., LossSums]:
+def _next_token(model: Import, user: _Model, build: Callable[..., Loss], is_training: bool) -> Callable[..., LossSums]:
     """Returns the next token's loss as a function with the arguments of a user's own loss."""
 
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> LossSums:
-        with user_code.blamed(target):
-            logits, after = user.apply(params, carried or {}, batch["tokens"], is_training)
+        with user_code.blamed(model.target):
+            inputs = [batch[name] for name in model.called_with]
+            logits, after = user.apply(params, carried or {}, inputs, is_training)
         sums = build(lambda params, batch, key: logits)(params, batch, key, {})
         return replace(sums, carried=after)
 
@@ -301,14 +316,14 @@ def is_model_loss(loss: Callable[..., Any]) -> bool:
 def _of_module(model: Import, loss: Callable[..., Any], arrays: Mapping[str, ArraySpec]) -> _Functions:
     """The functions of a loss (model, batch) or (model, batch, key)."""
     example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
-    found = functions(_module(model), loss, None, example)
+    found = functions(model.module(), loss, None, example)
     carried = found.carried or (lambda key: {})
     return _Functions(found.init, carried, found.loss, found.evaluation, found.draws)
 
 
 def _of_named(model: Import, loss: NamedLoss, arrays: Mapping[str, ArraySpec]) -> _Functions:
     """The functions of a loss by name."""
-    module = _module(model)
+    module = model.module()
     call = Call.of(module, model.target, model.inputs)
     example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
     found = functions(module, call.trained(loss), call.evaluated(loss), example)
@@ -327,19 +342,6 @@ def _of_named(model: Import, loss: NamedLoss, arrays: Mapping[str, ArraySpec]) -
     bounds = loss.bounds(jax.eval_shape(lazily(outputs), jax.random.key(0)))
     carried = found.carried or (lambda key: {})
     return _Functions(found.init, carried, found.loss, evaluation, True, of_rows if loss.row_metrics else None, bounds)
-
-
-def _module(model: Import) -> Any:
-    """The user's Linen module; or a function with an argument `rngs` that returns one of NNX."""
-    build = _builder(model)
-    if "rngs" in signature(build.__init__ if isinstance(build, type) else build).parameters:
-        return partial(build, **model.arguments)
-    return _linen(model, build)
-
-
-def _built(model: Import, seq_len: int) -> _Model:
-    module = _module(model)
-    return _of_linen(module, seq_len) if isinstance(module, nn.Module) else _of_nnx(module)
 
 
 def _builder(model: Import) -> Callable[..., Any]:
@@ -387,8 +389,8 @@ def _of_linen(module: nn.Module, seq_len: int) -> _Model:
     def carried(key: jax.Array) -> dict[str, Any]:
         return {name: value for name, value in variables(key).items() if name != "params"}
 
-    def apply(params: Any, carried: Any, tokens: jax.Array, is_training: bool) -> tuple[jax.Array, Any]:
-        return module.apply({"params": params}, tokens), carried  # pyright: ignore
+    def apply(params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool) -> tuple[jax.Array, Any]:
+        return module.apply({"params": params}, *inputs), carried  # pyright: ignore
 
     return _Model(module, lambda key: variables(key)["params"], carried, apply)
 
@@ -403,13 +405,13 @@ def _of_nnx(build: Callable[..., nnx.Module]) -> _Model:
     def carried(key: jax.Array) -> Any:
         return nnx.state(build(rngs=nnx.Rngs(key)), nnx.Not(nnx.Param)) or {}
 
-    def apply(params: Any, carried: Any, tokens: jax.Array, is_training: bool) -> tuple[jax.Array, Any]:
+    def apply(params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, carried) if carried else nnx.merge(graph, params)
         if is_training:
             model.train()
         else:
             model.eval()
-        logits = model(tokens)  # pyright: ignore
+        logits = model(*inputs)  # pyright: ignore
         return logits, nnx.state(model, nnx.Not(nnx.Param)) if carried else carried
 
     return _Model(graph, init, carried, apply)
@@ -421,7 +423,7 @@ def _vocab_size(model: Import, user: _Model, seq_len: int) -> int:
     def logits(key: jax.Array, tokens: jax.Array) -> Any:
         params = unboxed(lazily(user.init)(key))
         carried = unboxed(lazily(user.carried)(key))
-        return user.apply(params, carried, tokens, False)[0]
+        return user.apply(params, carried, [tokens], False)[0]
 
     with user_code.blamed(model.target):
         output = jax.eval_shape(logits, jax.random.key(0), tokens)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.folder import check_inside, read_json
-from meshpar.interop.peft import adapted, base_of, is_adapter
 from meshpar.interop.safetensors import Tensor, tensors_in
 from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
@@ -35,7 +34,18 @@ INDEX = "model.safetensors.index.json"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HEAD = "lm_head.weight"
 # Buffers that older versions of transformers saved with the parameters: masks and rotary frequencies. They are ignored.
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+BUFFERS = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+)  # fmt: skip
+
+
+class Sizes(Protocol):
+    """What the comparison of tensors reads of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ class Pretrained:
             block = self.tensors[name].read(inputs, outputs)
         # Dims that Hugging Face stores as one are split here; the first of each group was sliced in the file.
         rest = tuple(slice(None) if dim in (0, num) else part for dim, part in enumerate(index))
-        return block.reshape(*sizes_in, *sizes_out)[rest]
+        return block.reshape((*sizes_in, *sizes_out))[rest]
 
     def check(self, model: ModelContract) -> None:
         """Checks that the folder's model is the model of a run.
@@ -272,42 +282,41 @@ def _filled(name: str, numbers: Sequence[int]) -> str:
 
 
 def open_pretrained(folder: Path) -> Pretrained:
-    """Reads the config and the headers of a folder, but no tensor. The folder of an adapter is that of its base model,
-    with the adapter's updates.
+    """Reads the config and the headers of a folder of one of meshpar's own decoders, but no tensor.
 
     Raises:
       CheckpointError: lists every problem: an unknown architecture, a truncated file, a wrong header, a missing or an
         unknown tensor, or a shape that differs from the config's.
     """
-    if is_adapter(folder):
-        base = open_pretrained(base_of(folder))
-        return replace(base, tensors=adapted(folder, base.tensors, base.prefix, base.transposed))
     problems = Problems()
     if not folder.exists():
         raise CheckpointError(f"{folder} cannot be imported: there is no such folder{hub_hint(folder)}")
     config = read_json(folder, CONFIG, problems)
-    found = _tensors(folder, problems)
+    found = tensors_of(folder, problems)
     most_layers = len(found) or architectures.LARGEST  # a layer has at least one
     model = architectures.read(config, str(folder / CONFIG), problems, most_layers) if config else None
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
     names = names_of(model, config["model_type"])
-    prefix = _prefix(names)  # missing in checkpoints without an output projection
-    tensors = {
-        name if name.startswith((prefix, "lm_head.")) else prefix + name: tensor for name, tensor in found.items()
-    }
+    tensors = with_prefix(found, [name for name, _ in names])
     _check_num_experts(tensors, names, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     model = _with_own_head(model, tensors, names[0][0])
     names = names_of(model, config["model_type"])
     expected = dict(_expected(model, names))
-    _compare(folder, tensors, expected, model, problems)
+    compare(folder, tensors, expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
     return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
 
 
 def _prefix(names: Sequence[tuple[str, Foreign]]) -> str:
     return names[0][0].partition(".")[0] + "."
+
+
+def with_prefix(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors by complete names: checkpoints without an output projection lack the prefix of the others."""
+    prefix, *heads = dict.fromkeys(name.partition(".")[0] + "." for name in names)
+    return {name if name.startswith((prefix, *heads)) else prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def hub_hint(path: Path) -> str:
@@ -343,7 +352,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return all(np.array_equal(one.read(rows), other.read(rows)) for rows in blocks)
 
 
-def _tensors(folder: Path, problems: Problems) -> dict[str, Tensor]:
+def tensors_of(folder: Path, problems: Problems) -> dict[str, Tensor]:
     if os.path.lexists(folder / INDEX):
         return _indexed(folder, problems)
     if not os.path.lexists(folder / WEIGHTS):
@@ -404,9 +413,10 @@ def _expected(model: DecoderModel, names: list[tuple[str, Foreign]]) -> Iterator
             yield complete, foreign.shape(shapes)
 
 
-def _compare(
-    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: DecoderModel, problems: Problems
+def compare(
+    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: Sizes, problems: Problems
 ) -> None:
+    """Reports the tensors that are missing, unknown, or of another shape than the config's."""
     for name, shape in expected.items():
         tensor = tensors.get(name)
         if tensor is None:

@@ -197,6 +197,6 @@ def write(path: Path, tensors: Iterable[Written]) -> None:
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            array = np.ascontiguousarray(tensor.make(), tensor.dtype)
+            array = np.asarray(tensor.make(), tensor.dtype, order="C")
             assert array.shape == tensor.shape, (tensor.name, array.shape, tensor.shape)
             file.write(_bytes(array))

@@ -18,7 +18,8 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run, load, permit_code
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
-from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint, open_pretrained
+from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint
+from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of, is_adapter
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
@@ -130,7 +131,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     if not path.is_dir():
         return of_run(load(path, overrides), f"meshpar train {path}")
     if (path / CONFIG).is_file() or is_adapter(path):
-        return _of_pretrained(open_pretrained(path), overrides)
+        return _of_pretrained(open_folder(path), overrides)
     saved = find(path, include=())
     run = config.build(Run, saved.meta["config"], str(saved.folder / META), overrides)
     permit_code(run, path, overrides)

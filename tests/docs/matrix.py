@@ -1,4 +1,4 @@
-"""Writes the tables of models, layouts and strategies into `docs/guides/your-model.md`, from `tests/equivalence`.
+"""Writes tables from the cases that are tested: of models, layouts and strategies, and of families of Hugging Face.
 
 PYTHONPATH=. python -m tests.docs.matrix
 """
@@ -12,10 +12,15 @@ from typing import Any
 from tests.docs.page import ROOT
 from tests.equivalence import test_strategies_of_any_model as strategies
 from tests.equivalence.test_zoo import LAYOUTS, cases
+from tests.interop import families
+from tests.interop.test_families import MESHES, mesh_cases, outcome
 from tests.zoo import MODELS
 
 PAGE = ROOT / "docs" / "guides" / "your-model.md"
 TABLE = re.compile(r"(?<=<!-- models and layouts -->\n)\n.*?\n(?=\n<!-- end -->)", re.DOTALL)
+FAMILY_PAGE = ROOT / "docs" / "guides" / "hugging-face.md"
+FAMILY_TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+VARIANT_TABLE = re.compile(r"(?<=<!-- variants -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 STRATEGY_TABLE = re.compile(r"(?<=<!-- models and strategies -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
@@ -49,6 +54,32 @@ def strategy_table() -> str:
     return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
+def family_table() -> str:
+    """The table of families, their options and their meshes, from the cases that are tested."""
+    marks = {case.values: mark(case) for case in mesh_cases()}
+    rows = [
+        ("`model_type`", "options, each against transformers", *(f"`{mesh}`" for mesh in MESHES)),
+        ("---", "---", *[":-:"] * len(MESHES)),
+        *(
+            (f"`{kind}`", ", ".join(families.OPTIONS.get(kind, {})), *(marks.get((kind, mesh), "") for mesh in MESHES))
+            for kind in families.BASE
+        ),
+    ]
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def variant_table() -> str:
+    """The table of published variants: the kind of model that computes each, or why it is refused."""
+    found: dict[str, list[str]] = {}
+    for name, case in families.PUBLISHED.items():
+        found.setdefault(outcome(case), []).append(name)
+    rows = [("how", "number", "variants"), ("---", "--:", "---")]
+    rows += [(how, str(len(names)), ", ".join(names)) for how, names in sorted(found.items())]
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
 if __name__ == "__main__":
+    page = FAMILY_TABLE.sub(lambda _: family_table(), FAMILY_PAGE.read_text())
+    FAMILY_PAGE.write_text(VARIANT_TABLE.sub(lambda _: variant_table(), page))
     written = TABLE.sub(lambda _: table(cases()), PAGE.read_text())
     PAGE.write_text(STRATEGY_TABLE.sub(lambda _: strategy_table(), written))

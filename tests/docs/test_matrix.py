@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.matrix import PAGE, STRATEGY_TABLE, TABLE, mark, strategy_table, table
+from tests.docs.matrix import (
+    FAMILY_PAGE,
+    FAMILY_TABLE,
+    PAGE,
+    STRATEGY_TABLE,
+    TABLE,
+    VARIANT_TABLE,
+    family_table,
+    mark,
+    strategy_table,
+    table,
+    variant_table,
+)
 from tests.equivalence.test_zoo import KNOWN, cases
 
 
@@ -15,6 +27,12 @@ def test_the_table_of_models_and_layouts_is_up_to_date():
 def test_the_table_of_models_and_strategies_is_up_to_date():
     found = STRATEGY_TABLE.findall(PAGE.read_text())
     assert found == [strategy_table()], "write it: PYTHONPATH=. python -m tests.docs.matrix"
+
+
+def test_the_tables_of_families_are_up_to_date():
+    page = FAMILY_PAGE.read_text()
+    found = FAMILY_TABLE.findall(page), VARIANT_TABLE.findall(page)
+    assert found == ([family_table()], [variant_table()]), "write them: PYTHONPATH=. python -m tests.docs.matrix"
 
 
 def test_control_a_case_that_fails_is_marked():

@@ -25,7 +25,8 @@ from tests.effect import outcome
 from tests.effect.files import written
 from tests.effect.walk import BASES, EXCEPTIONS, KEYS, change
 
-OF_ONE_KIND = {"Llama": ["llama"], "GPT": ["gpt"], "Import": ["import"], "ExpertParallel": ["llama", "import"],
+OF_ONE_KIND = {"Llama": ["llama"], "GPT": ["gpt"], "Import": ["import"], "FamilyModel": ["family"],
+               "ExpertParallel": ["llama", "import"],
                "LossConfig.target": ["import", "llama", "gpt"]}  # fmt: skip
 OF_ONE_KIND |= {name: ["rows"] for name in ("ImportedData", "Classify", "Regress", "MaskedTokens", "Contrastive")}
 OF_ONE_KIND |= {name: ["images"] for name in ("Images", "Augment")}

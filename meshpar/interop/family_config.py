@@ -1,0 +1,88 @@
+"""Reads the `config.json` of a family: each key acts, or is refused, or is known to change nothing."""
+
+from __future__ import annotations
+
+import json
+
+from meshpar.errors import Problems, excerpt, nearest
+from meshpar.interop import architectures
+from meshpar.models import config_classes
+from meshpar.models.config_classes import ConfigClass
+from meshpar.models.families import FAMILIES, REFUSED
+from meshpar.models.families.config_classes import CONFIG_CLASSES
+from meshpar.models.families.family import Family
+from meshpar.models.families.keys import FULL, ORIGINAL, SLIDING, Keys
+from meshpar.models.families.options import DecoderOptions
+from meshpar.models.foreign import REQUIRED, WITHOUT_EFFECT, Json
+
+OF_TRAINING = frozenset({
+    "residual_dropout", "embedding_dropout", "hidden_dropout", "dropout", "layerdrop", "init_std", "input_jitter_noise",
+})  # fmt: skip
+"""Keys of the classes of families that act only in a training by transformers: dropout, and the first weights."""
+UNUSED = frozenset({
+    "eod_token_id", "slow_but_exact", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp",
+})  # fmt: skip
+"""Keys of these classes that no forward reads. Layers that predict a second token (MTP) are not part of the model."""
+
+
+def family_of(config: Json) -> Family | None:
+    kind = config.get("model_type")
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
+
+
+def options_of(config: Json, where: str, problems: Problems) -> DecoderOptions | None:
+    """The decoder that a `config.json` describes; None if it is refused, with the reasons in `problems`.
+
+    Args:
+      where: the file's name in the problems.
+    """
+    kind = config.get("model_type")
+    family = family_of(config)
+    if family is None:
+        why = REFUSED.get(str(kind), "is not supported")
+        known = sorted({*architectures.ARCHITECTURES, *FAMILIES})
+        near = None if kind in REFUSED else nearest(str(kind), known)
+        fix = f"supported: {', '.join(known)}" + (f"; did you mean {near}?" if near else "")
+        problems.add(f"{where}: model_type", f"{excerpt(repr(kind))} {why}", fix)
+        return None
+    found = Problems()
+    own = class_of(str(kind), family)
+    read = {key: value for key, value in config.items() if key not in family.computed}
+    given = architectures.completed(read, own, found)
+    if ORIGINAL in config and ORIGINAL not in own.defaults:  # which transformers reads from any config
+        given[ORIGINAL] = config[ORIGINAL]
+    keys = Keys(given, found)
+    options = family.read(keys)
+    _check_unread(keys, own)
+    _check_layer_types(config, own, options, found)
+    for problem in found.found:
+        problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
+    return None if found else options
+
+
+def class_of(kind: str, family: Family) -> ConfigClass:
+    name = family.called or kind
+    return CONFIG_CLASSES.get(name) or config_classes.CONFIG_CLASSES[name]
+
+
+def _check_layer_types(config: Json, own: ConfigClass, options: DecoderOptions, found: Problems) -> None:
+    """Refuses types of layers of a class that has none: all of its layers have one window, or none."""
+    types = config.get("layer_types")
+    window = getattr(options.layers[0].attention, "window", None)
+    computed = FULL if window is None else SLIDING
+    if "layer_types" in own.defaults or types is None or types == [computed] * len(options.layers):
+        return
+    what = f"is {excerpt(repr(types))}, and {own.called} computes {computed} in every layer"
+    found.add("layer_types", what, "leave it out, to compute what transformers does")
+
+
+def _check_unread(keys: Keys, own: ConfigClass) -> None:
+    """Refuses another value than the default of a key that nothing read."""
+    known = {problem.where for problem in keys.found.found}
+    for key, value in keys.given.items():
+        default = own.defaults.get(key)
+        is_neutral = value == default or (value in (None, False) and default in (None, False))
+        if key in keys.read | known | WITHOUT_EFFECT | OF_TRAINING | UNUSED | REQUIRED.keys() or is_neutral:
+            continue
+        what = f"is {excerpt(repr(value))}, and only {json.dumps(default)} is supported for {own.called}"
+        keys.wrong(key, what, f"{key}: {json.dumps(default)}")

@@ -1,0 +1,220 @@
+"""A decoder of a family of Hugging Face, as a kind of model: it is partitioned as a Flax model of the user's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+import pydantic
+
+from meshpar.errors import CheckpointError, ConfigError, Problems
+from meshpar.interop import architectures
+from meshpar.interop.export import LARGEST_FILE, copy_companions, whole_or_not, write_files
+from meshpar.interop.family_config import family_of, options_of
+from meshpar.interop.family_tensors import Place, expected, places_of, shapes_in, shapes_of, split, written
+from meshpar.interop.flax_model import Import
+from meshpar.interop.folder import read_json
+from meshpar.interop.huggingface import CONFIG, Part, Pretrained, compare, tensors_of, with_prefix
+from meshpar.interop.safetensors import Tensor
+from meshpar.models.contract import ModelContract, Unsupported, Vocabulary
+from meshpar.models.families.decoder import FamilyDecoder
+from meshpar.models.families.family import Family
+from meshpar.models.families.options import DecoderOptions
+from meshpar.models.foreign import EXPERT
+
+VALUE = ".value"
+"""The end of the path of a variable of NNX."""
+DTYPES = ("dtype", "torch_dtype", "transformers_version", "architectures")
+"""Keys of a config in which two files of one model may differ."""
+
+
+class FamilyModel(Import):
+    """A decoder of one of Hugging Face's families.
+
+    >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    >>> FamilyModel(config={"model_type": "gemma", "vocab_size": 64, "head_dim": 8, **sizes}).vocab_size
+    64
+    """
+
+    kind: Literal["family"] = "family"  # pyright: ignore[reportIncompatibleVariableOverride]
+    config: dict[str, Any]
+    """The keys of the model's `config.json`, with its `model_type`. A missing key has the default of its class."""
+
+    target: ClassVar[str] = "model.config"
+    arguments: ClassVar[dict[str, Any]] = {}
+    dims: ClassVar[dict[str, tuple[str, ...]]] = {}
+    activation_dims: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar[dict[str, str]] = {}
+    inputs: ClassVar[dict[str, str]] = {}
+    manual: ClassVar[bool] = False
+    called_with: ClassVar = ("tokens", "segments", "positions")
+
+    @pydantic.model_validator(mode="after")
+    def _is_supported(self) -> FamilyModel:
+        problems = Problems()
+        options_of(self.config, "config", problems)
+        if problems.found:
+            raise ValueError(
+                "\n".join("; ".join(filter(None, (f"{one.where}: {one.what}", one.fix))) for one in problems.found)
+            )
+        return self
+
+    @cached_property
+    def options(self) -> DecoderOptions:
+        options = options_of(self.config, "config", Problems())
+        assert options is not None  # it was validated
+        return options
+
+    @property
+    def family(self) -> Family:
+        family = family_of(self.config)
+        assert family is not None
+        return family
+
+    def module(self) -> Any:
+        return partial(FamilyDecoder, self.options)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.options.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.options.max_seq_len
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return self.options.is_tied
+
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size, self.vocab_size)
+
+    def hugging_face(self) -> Unsupported:
+        return Unsupported("a model of kind family, which has a config.json of its own")
+
+
+@dataclass(frozen=True)
+class FamilyPretrained(Pretrained):
+    """A checked folder of a family."""
+
+    model: FamilyModel  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def check(self, model: ModelContract) -> None:
+        """Checks that the folder's model is the model of a run.
+
+        Raises:
+          ConfigError: it is another one.
+        """
+        where = self.folder / CONFIG
+        if self.is_upcycled:
+            raise ConfigError("init.upcycle: only meshpar's own decoders are upcycled; init.upcycle=false")
+        if not isinstance(model, FamilyModel):
+            raise ConfigError(f"init.from_hf: {where} describes a model of kind family, not {model._name}; model=null")
+        if model.options != self.model.options:
+            pairs = model.config.items() ^ self.model.config.items() if _is_plain(model, self.model) else ()
+            keys = ", ".join(sorted({key for key, _ in pairs} - {*DTYPES})) or "config"
+            raise ConfigError(f"model.config differs from {where}: {keys}; leave model.config out")
+
+    @property
+    def prefix(self) -> str:
+        return f"{next(iter(self.model.family.names_of(self.model.options))).partition('.')[0]}."
+
+    @property
+    def transposed(self) -> set[str]:
+        return {
+            name
+            for place in places_of(self.model.options, self.model.family)
+            if place.foreign.inputs and not place.foreign.outputs_first
+            for _, name in place.numbered()
+        }
+
+    @cached_property
+    def _parts(self) -> dict[str, Part]:
+        shapes = shapes_of(self.model.options)
+        found: dict[str, Part] = {}
+        for place in places_of(self.model.options, self.model.family):
+            begin = 0
+            inner = shapes_in(place, shapes)
+            for path in place.foreign.parts:
+                found[path + VALUE] = Part(place.name, place.foreign, inner[path], begin)
+                begin += int(np.prod(inner[path][place.foreign.inputs :]))
+        return found
+
+    def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
+        if EXPERT not in part.name:
+            return self._block(part, part.name, index).astype(dtype)
+        names = [part.name.replace(EXPERT, str(i)) for i in range(index[0].start, index[0].stop)]
+        return np.stack([self._block(part, name, index[1:]) for name in names]).astype(dtype)
+
+
+def _is_plain(*models: FamilyModel) -> bool:
+    return all(isinstance(value, (str, int, float, type(None))) for one in models for value in one.config.values())
+
+
+def open_family(folder: Path, config: dict[str, Any]) -> FamilyPretrained:
+    """Reads the headers of a folder, whose config is of a family.
+
+    Raises:
+      CheckpointError: lists every problem, see `open_pretrained`.
+    """
+    problems = Problems()
+    options = options_of(config, str(folder / CONFIG), problems)
+    given = tensors_of(folder, problems)
+    problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
+    family = family_of(config)
+    assert options is not None and family is not None
+    places = _bounded(places_of, options, family, folder, given)
+    tensors = split(with_prefix(given, [*family.names_of(options)]), places)
+    model = FamilyModel(config=config)
+    wanted = expected(options, places)
+    compare(folder, tensors, wanted, model, problems)  # pyright: ignore[reportArgumentType]
+    problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
+    return FamilyPretrained(folder, config, model, {name: tensors[name] for name in wanted})
+
+
+def _bounded(
+    places: Any, options: DecoderOptions, family: Family, folder: Path, given: Mapping[str, Tensor]
+) -> list[Place]:
+    """The tensors of a model, which are not listed if there are fewer tensors than layers."""
+    if len(options.layers) > max(1, len(given)):
+        what = f"has {len(options.layers)} layers, but there are {len(given)} tensors"
+        raise CheckpointError(f"{folder / CONFIG} {what}")
+    return places(options, family)
+
+
+def export_family(
+    folder: Path, model: FamilyModel, params: Mapping[str, jax.Array], companions: Path | None,
+    largest_file: int = LARGEST_FILE,
+) -> None:  # fmt: skip
+    """Writes a model of a family as a folder, see `export.export`.
+
+    Args:
+      companions: a folder with the `config.json` that the model was read from, and its tokenizer's files.
+    """
+    params = {path.removesuffix(VALUE): array for path, array in params.items()}
+    dtype = np.dtype(next(iter(params.values())).dtype)
+    config = _config(model, companions)
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
+    with whole_or_not(folder) as made:
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        copy_companions(companions, made)
+        write_files(made, list(written(model.options, model.family, params, dtype)), largest_file)
+
+
+def _config(model: FamilyModel, companions: Path | None) -> dict[str, Any]:
+    """The file that the model was read from if it still describes it, with all of its keys; or else the model's."""
+    if companions and (companions / CONFIG).exists():
+        problems = Problems()
+        kept = read_json(companions, CONFIG, problems)
+        problems.raise_any(CheckpointError, f"{companions} cannot be read:")
+        if options_of(kept, "", Problems()) == model.options:
+            return kept
+        ids = {key: value for key, value in kept.items() if key in architectures.IDS}
+        return model.config | ids
+    return model.config

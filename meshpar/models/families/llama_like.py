@@ -1,0 +1,118 @@
+"""Families whose layers are those of llama: RMSNorm before attention and before a gated MLP, with options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshpar.models.families.family import Family, exact, named
+from meshpar.models.families.keys import FULL, SLIDING, Keys
+from meshpar.models.families.options import MLP, Attention, DecoderOptions, Layer, Norm, Rope
+from meshpar.models.foreign import Names
+
+
+def rms(keys: Keys, key: str = "rms_norm_eps", offset: float = 0.0) -> Norm:
+    return Norm(eps=keys.number(key), offset=offset)
+
+
+def attention(keys: Keys, *, rope: Rope | None = None, **options: Any) -> Attention:
+    """The attention of a config with the usual names of sizes; whole heads are rotated unless `rope` is given."""
+    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    head_dim = keys.head_dim(width, heads)
+    kv_heads = keys.kv_heads(heads)
+    rope = rope or keys.rope(head_dim)
+    usual = {"scale": head_dim**-0.5, "rope": rope}
+    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **usual | options)
+
+
+def biases(keys: Keys, key: str = "attention_bias") -> dict[str, Any]:
+    """All four projections of attention have a bias, or none."""
+    has_bias = keys.flag(key)
+    return {"qkv_bias": has_bias, "o_bias": has_bias}
+
+
+def mlp(keys: Keys, act: str = "hidden_act", **options: Any) -> MLP:
+    return MLP(width=keys.size("intermediate_size"), act=keys.act(act), **options)
+
+
+def decoder(keys: Keys, layers: list[Layer], norm: Norm, **options: Any) -> DecoderOptions:
+    return DecoderOptions(
+        vocab_size=keys.size("vocab_size"), width=keys.size("hidden_size"), layers=tuple(layers), norm=norm,
+        max_seq_len=keys.size("max_position_embeddings"),
+        **{"is_tied": keys.flag("tie_word_embeddings")} | options,
+    )  # fmt: skip
+
+
+def per_window(keys: Keys, of: Mapping[str, Any], default: list[str]) -> list[Attention]:
+    """The attention of each layer, whose window is by `layer_types`."""
+    windows = keys.windows(default)
+    return [Attention(**of, window=window) for window in windows]
+
+
+def _seed_oss(keys: Keys) -> DecoderOptions:
+    of = attention(keys, qkv_bias=keys.flag("attention_bias"), o_bias=keys.flag("attention_out_bias"))
+    layer = Layer(attention=of, mlp=mlp(keys, bias=keys.flag("mlp_bias")))
+    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+
+
+def _ernie(keys: Keys) -> DecoderOptions:
+    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    rope = keys.rope(keys.head_dim(width, heads), is_interleaved=True)
+    layer = Layer(
+        attention=attention(keys, rope=rope, **biases(keys, "use_bias")), mlp=mlp(keys, bias=keys.flag("use_bias"))
+    )
+    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+
+
+def _internlm(keys: Keys) -> DecoderOptions:
+    layer = Layer(attention=attention(keys, **biases(keys)), mlp=mlp(keys, bias=keys.flag("mlp_bias")))
+    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+
+
+def _hunyuan(keys: Keys) -> DecoderOptions:
+    norm = rms(keys)
+    of = attention(keys, qk_norm=norm, norms_rotated=True, **biases(keys))
+    return decoder(keys, [Layer(attention=of, mlp=mlp(keys))] * keys.num_layers, norm)
+
+
+def _smollm(keys: Keys) -> DecoderOptions:
+    num = keys.num_layers
+    every = keys.size("no_rope_layer_interval")
+    rotates = keys.layer_list("no_rope_layers", [int((i + 1) % every != 0) for i in range(num)], (0, 1))
+    has_window = keys.flag("use_sliding_window") and keys.value("sliding_window") is not None
+    types = [SLIDING if has_window and not one else FULL for one in rotates]
+    of = vars(attention(keys, **biases(keys)))
+    inner = mlp(keys, bias=keys.flag("mlp_bias"))
+    layers = [
+        Layer(attention=Attention(**of | {"window": window, "rope": of["rope"] if turns else None}), mlp=inner)
+        for window, turns in zip(keys.windows(types), rotates, strict=True)
+    ]
+    return decoder(keys, layers, rms(keys))
+
+
+def _apertus(keys: Keys) -> DecoderOptions:
+    norm = rms(keys)
+    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    usual = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
+             "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
+    rope = keys.rope(keys.head_dim(width, heads), plain=usual)
+    keys.only("hidden_act", "xielu", "only xielu is supported for this model")
+    inner = MLP(width=keys.size("intermediate_size"), act="xielu", is_gated=False)
+    layer = Layer(attention=attention(keys, rope=rope, qk_norm=norm, **biases(keys)), mlp=inner)
+    return decoder(keys, [layer] * keys.num_layers, norm)
+
+
+_XIELU: Names = {
+    f"model.layers.*.mlp.act_fn.{x}": exact(f"layers.*.mlp.act.{x}") for x in ("alpha_p", "alpha_n", "beta", "eps")
+}
+FAMILIES = {
+    "seed_oss": Family(_seed_oss, named()),
+    "ernie4_5": Family(_ernie, named()),
+    "internlm3": Family(_internlm, named()),
+    "hunyuan_v1_dense": Family(_hunyuan, named({"q_norm": "query_layernorm", "k_norm": "key_layernorm"})),
+    "smollm3": Family(_smollm, named()),
+    "apertus": Family(
+        _apertus,
+        named({"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}, _XIELU),
+    ),
+}
