@@ -31,6 +31,7 @@ from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
+from .interop.family_model import FamilyModel
 from .interop.flax_model import Import
 from .interop.imported_callback import ImportedCallback
 from .interop.imported_data import ImportedData
@@ -143,6 +144,7 @@ __all__ = [
     "Elastic",
     "ExpertParallel",
     "Experts",
+    "FamilyModel",
     "Finding",
     "FitReport",
     "Freeze",
