@@ -18,6 +18,20 @@ _REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _MOUNTS = {"gs": "mount it with gcsfuse", "s3": "mount it with mount-s3", "hf": "download it with `hf download`"}
 
 
+STORES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "file": "fsspec"}
+"""Scheme of the addresses that data are copied from -> the package that reads them for fsspec."""
+
+
+def stored(path: str) -> bool:
+    """Whether a path is an address that data are copied from.
+
+    >>> stored("s3://bucket/texts"), stored("texts"), stored("http://host/texts")
+    (True, False, False)
+    """
+    found = _REMOTE.fullmatch(path)
+    return bool(found) and found[1] in STORES  # pyright: ignore
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file, or a link to one, for reading.
 

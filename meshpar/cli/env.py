@@ -16,6 +16,7 @@ PACKAGES = ("meshpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nu
 EXTRAS = {
     "data": ("tokenizers", "pyarrow"),
     "images": ("PIL",),
+    "remote": ("s3fs", "gcsfs", "huggingface_hub"),
     "plot": ("matplotlib",),
     "quantized": ("qwix",),
     "onnx": ("torch", "transformers", "onnx", "onnxscript"),

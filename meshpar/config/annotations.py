@@ -6,13 +6,15 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
+
+from meshpar.config.coerced import Stored
 
 
 def models(annotation: Any) -> list[type[pydantic.BaseModel]]:
@@ -49,6 +51,11 @@ def item_of(annotation: Any) -> Any:
 def is_path(field: FieldInfo) -> bool:
     """Whether a field holds the path of a file or a folder: `FilePath`, `PathText`, or one of them or nothing."""
     return Path in (*_types_and_metadata(field.annotation), *field.metadata)
+
+
+def may_be_stored(annotation: Any, metadata: Sequence[Any]) -> bool:
+    """Whether a path may be an address of an object store: `DataPath`."""
+    return Stored in (*_types_and_metadata(annotation), *metadata)
 
 
 def _types_and_metadata(annotation: Any) -> Iterator[Any]:

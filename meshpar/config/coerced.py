@@ -31,6 +31,16 @@ FilePath = Coerced[Path, str]
 PathText = Coerced[str, Path]
 
 
+class Stored:
+    """Marks a path of data, which may be an address of an object store: see `meshpar.store`."""
+
+
+if TYPE_CHECKING:
+    DataPath = Coerced[str, Path]
+else:
+    DataPath = Annotated[str, Path, Stored]
+
+
 def default(value: Any) -> Any:
     """Returns the default of a `Coerced` field as `Any`: type checkers would compare its type with the descriptor's."""
     return value

@@ -13,11 +13,11 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
-from meshpar.config.annotations import field_docs, fields, is_path
+from meshpar.config.annotations import field_docs, fields, is_path, may_be_stored
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
 from meshpar.errors import ConfigError, Problems, control_character, excerpt
-from meshpar.regular import remote
+from meshpar.regular import remote, stored
 
 T = TypeVar("T")
 
@@ -134,7 +134,8 @@ class Config(pydantic.BaseModel, metaclass=_Documented):
         is_own = field.annotation == dict[str, Any]  # data of the user's own code
         if not is_own and info.field_name not in cls.any_text:
             _check_printable(value)
-        if value is not None and is_path(field) and (problem := remote(value)):
+        is_address = may_be_stored(field.annotation, field.metadata) and stored(str(value))
+        if value is not None and is_path(field) and not is_address and (problem := remote(value)):
             raise ValueError("\n".join(problem))
         return value
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from meshpar.config import Coerced, Config, PathText, Positive, default
+from meshpar.config import Coerced, Config, DataPath, Positive, default
 from meshpar.errors import DataError, Problem
+from meshpar.store import local
 from meshpar.train.data.cache import cached
 from meshpar.train.data.dataset import Dataset, FirstRows, Rows
 from meshpar.train.data.documents import Documents, no_data, share
@@ -190,14 +191,14 @@ class FileCorpus(DocumentCorpus):
 class AtPath(Config):
     """Files at a path of the user's choice."""
 
-    path: PathText
-    """A local file or folder, relative to the working directory."""
+    path: DataPath
+    """A file or folder, relative to the working directory; or an address such as `s3://bucket/texts`."""
     glob: str
     """The pattern of the files below the folder; refused if `path` is a file."""
 
     @property
     def root(self) -> Path:
-        return Path(self.path)
+        return local(self.path)
 
     def files(self) -> list[Path]:
         return find_or_take(self.root, self.glob, type(self).model_fields["glob"].default)
@@ -264,14 +265,14 @@ class Text(WholeFiles):
     """
 
     kind: Literal["text"] = "text"
-    path: PathText
-    """The local folder, relative to the working directory."""
+    path: DataPath
+    """The folder, relative to the working directory; or an address such as `s3://bucket/texts`."""
     glob: str = "**/*.txt"
     """The pattern of the files below `path`; `**` matches any number of folders."""
 
     @property
     def root(self) -> Path:
-        return Path(self.path)
+        return local(self.path)
 
     def files(self) -> list[Path]:
         return find(self.root, self.glob)

@@ -10,8 +10,9 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from meshpar.config import PathText, Positive, Section, default
+from meshpar.config import DataPath, Positive, Section, default
 from meshpar.errors import DataError
+from meshpar.store import local
 from meshpar.train.images import columns, records, tars
 from meshpar.train.images.augment import Augment, Varied, Whole
 from meshpar.train.images.decode import pillow
@@ -32,8 +33,9 @@ class Images(RowData):
     """
 
     kind: Literal["images"] = "images"
-    path: PathText
-    """The pictures: a folder, or for `format` other than `folders` a single file; relative to the working directory."""
+    path: DataPath
+    """The pictures: a folder, or for `format` other than `folders` a single file; relative to the working directory. Or
+    an address such as `s3://bucket/pictures`."""
     format: Literal["folders", "parquet", "webdataset", "array_record"] = "folders"
     """`folders`: a file for each picture, in a folder for each class. `parquet`: a column of bytes and one of labels.
     `webdataset`: tar files with `0017.jpg` and `0017.cls`. `array_record`: records of `tf.train.Example`."""
@@ -46,7 +48,7 @@ class Images(RowData):
     """The column or the feature of the labels, or their suffix in tar files. Default: `label`; in tar files `cls`."""
     num_classes: Positive | None = None
     """The number of classes, if labels are read from files; mixing needs it. A label beyond it is an error."""
-    held_out_path: PathText | None = None
+    held_out_path: DataPath | None = None
     """The pictures of evaluations, in the same format; relative to the working directory. Default: `held_out_fraction`
     of those at `path`."""
     size: tuple[Positive, Positive]
@@ -84,7 +86,7 @@ class Images(RowData):
     @cached_property
     def classes(self) -> list[str]:
         """The names of the classes, by their numbers."""
-        return class_names(Path(self.path))
+        return class_names(local(self.path))
 
     @cached_property
     def sources(self) -> tuple[Source, Source | None]:
@@ -138,7 +140,7 @@ class Images(RowData):
 
     def _source(self, path: str) -> Indexed:
         pillow()
-        shards = Shards(self._files(Path(path)), self._num_classes)
+        shards = Shards(self._files(local(path)), self._num_classes)
         return Indexed(path, shards, len(shards), shards.blocks)
 
     def _files(self, path: Path) -> tuple[Shard, ...]:
