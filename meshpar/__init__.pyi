@@ -85,12 +85,14 @@ from .train.data import (
     Numpy,
     Parquet,
     Preferences,
+    Prompts,
     Shards,
     StandardLibrary,
     Synthetic,
     Text,
     TokenizerFile,
 )
+from .train.grpo import GRPO
 from .train.images.augment import Augment
 from .train.images.config import Images
 from .train.loop.signals import Interrupted
@@ -108,6 +110,7 @@ __version__: str
 __all__ = [
     "DPO",
     "GPT",
+    "GRPO",
     "ORPO",
     "SGD",
     "ZBV",
@@ -196,6 +199,7 @@ __all__ = [
     "Prepared",
     "ProgramError",
     "Prometheus",
+    "Prompts",
     "Quantized",
     "Reduce",
     "Regress",

@@ -19,6 +19,7 @@ from meshpar.train.data import (
     Parquet,
     PiecewiseWeights,
     Preferences,
+    Prompts,
     Shards,
     StandardLibrary,
     Synthetic,
@@ -28,5 +29,6 @@ from meshpar.train.data import (
 
 __all__ = [
     "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "LinearWeights", "Mixture", "MixtureComponent", "NoData", "Numpy",
-    "Parquet", "PiecewiseWeights", "Preferences", "Shards", "StandardLibrary", "Synthetic", "Text", "TokenizerFile",
+    "Parquet", "PiecewiseWeights", "Preferences", "Prompts", "Shards", "StandardLibrary", "Synthetic", "Text",
+    "TokenizerFile",
 ]  # fmt: skip

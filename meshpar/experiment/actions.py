@@ -26,6 +26,7 @@ from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.fit_model import fit_model
 from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.experiment.rollouts import of_prompts, rollouts_of
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
 from meshpar.inspection.fit import FitReport, compile_for, judge
@@ -48,7 +49,7 @@ from meshpar.regular import nearby, remote
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
-from meshpar.train.data import Ids, Preferences
+from meshpar.train.data import Ids, Preferences, Prompts
 from meshpar.train.data.fingerprint import changed_files
 from meshpar.train.data.order import Order, resumed
 from meshpar.train.evaluate import LazyEvaluation, reads
@@ -353,7 +354,8 @@ def _steps(
         if prints:
             say(announce.start(prepared))
         train_data, held_out = run.data.datasets(run.seed, prepared.bounds)
-        train_data = train_data.in_order(order)
+        train_data, held_out = of_prompts(train_data.in_order(order), run.loss), of_prompts(held_out, run.loss)
+        rollouts = rollouts_of(prepared, train_data)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if prints else nullcontext():
@@ -381,7 +383,7 @@ def _steps(
             run.log_every, run.eval_every, _mfu(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
             announce.source(run.data), signals, cursor, copies=copies, measure=_measure(prepared), after_first=checks,
-            rows=run.data.batch_size if isinstance(run.data, RowData) else None,
+            rows=run.data.batch_size if isinstance(run.data, RowData) else None, rollouts=rollouts,
         )  # fmt: skip
         state = yield from loop.steps(state, shows)
     end = int(state.step)
@@ -587,7 +589,9 @@ def _measure(prepared: Prepared) -> Measure | None:
 def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
     """tokens/s -> model FLOPs utilization; None if the chip's speed is unknown or the operations cannot be counted."""
     chip = chip_of(jax.devices()[0])
-    if chip is None or isinstance(prepared.run.data, (RowData, Preferences)):  # whose losses count rows, or parts
+    if chip is None or isinstance(
+        prepared.run.data, (RowData, Preferences, Prompts)
+    ):  # whose losses count rows, or parts
         return None
     try:
         flops = prepared.model_flops / (prepared.run.data.batch_size * prepared.run.data.seq_len)

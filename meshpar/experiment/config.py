@@ -34,6 +34,7 @@ from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules, Rules
 from meshpar.train.data import Data as Tokens
+from meshpar.train.grpo import GRPO
 from meshpar.train.images.config import Images
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Distill, LossConfig
@@ -46,7 +47,8 @@ Model = Annotated[Family | FamilyModel | Import, pydantic.Field(discriminator="k
 Data = Annotated[Tokens | ImportedData | Images, pydantic.Field(discriminator="kind")]
 """Packed tokens, or rows of arrays."""
 AnyLoss = Annotated[
-    LossConfig | Classify | Regress | MaskedTokens | Contrastive | DPO | ORPO, pydantic.Field(discriminator="kind")
+    LossConfig | Classify | Regress | MaskedTokens | Contrastive | DPO | ORPO | GRPO,
+    pydantic.Field(discriminator="kind"),
 ]
 """The next token's cross entropy or a user's own loss; a loss by name, of an imported model; or one of preferences."""
 Float = Literal["bfloat16", "float32", "float64"]
@@ -305,6 +307,7 @@ def permit_code(run: Run, path: Path, overrides: Sequence[str] = ()) -> None:
     targets = {
         ("model.target",): model and model.target,
         ("loss", "loss.target"): run.loss.target,
+        ("loss.reward",): getattr(run.loss, "reward", None),
         ("data.target",): data and data.target,
         ("data.transform",): data and data.transform,
     }

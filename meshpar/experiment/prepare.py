@@ -45,9 +45,10 @@ from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.gradients import STALE
+from meshpar.train.grpo import GRPO
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
-from meshpar.train.preferences import REFERENCE, Preference
+from meshpar.train.preferences import REFERENCE, OfAnswers
 from meshpar.train.step import Step, Update
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
@@ -172,7 +173,7 @@ class Prepared(Training):
     @property
     def _described_reference(self) -> str | None:
         """The model that a loss of preferences compares with, as text; None for other losses."""
-        if not isinstance(self.run.loss, Preference) or not self.run.loss.has_reference:
+        if not isinstance(self.run.loss, OfAnswers) or not self.run.loss.has_reference:
             return None
         if REFERENCE not in self.carried:
             return "the reference is the model without its LoRA: no second copy"
@@ -362,6 +363,8 @@ def _arrays(run: Run) -> dict[str, ArraySpec]:
     """The arrays of a batch: those of the data's rows, or packed tokens."""
     rows = run.data.array_specs()
     packed = run.model.batch_specs(run.data.batch_size, run.data.seq_len) if rows is None else rows
+    if isinstance(run.loss, GRPO):
+        packed = packed | run.loss.arrays(run.data.batch_size, run.data.seq_len)
     return {name: spec for name, spec in packed.items() if name not in run.data.omitted}
 
 

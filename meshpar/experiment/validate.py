@@ -30,9 +30,10 @@ from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Preferences
+from meshpar.train.data import Preferences, Prompts
+from meshpar.train.grpo import GRPO
 from meshpar.train.loss import LossConfig
-from meshpar.train.preferences import Preference
+from meshpar.train.preferences import OfAnswers, Preference
 from meshpar.train.rows.config import RowData
 from meshpar.train.tasks import Contrastive, NamedLoss
 from meshpar.tree import flatten_with_paths
@@ -102,9 +103,9 @@ def task_of(run: Run) -> Task:
     """The task of the run's model: the loss, the data and the adapters."""
     named = run.loss if isinstance(run.loss, NamedLoss) else None
     loss = run.loss if isinstance(run.loss, LossConfig) else LossConfig()
-    preference = run.loss if isinstance(run.loss, Preference) else None
+    answers = run.loss if isinstance(run.loss, OfAnswers) else None
     return Task(
-        loss=loss, named=named, preference=preference, rules=run.rules, seed=run.seed, adapter=run.lora,
+        loss=loss, named=named, answers=answers, rules=run.rules, seed=run.seed, adapter=run.lora,
         seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, distill=run.distill,
         has_documents=run.data.documents_in_row == "separate", arrays=run.data.array_specs(),
     )  # fmt: skip
@@ -154,23 +155,28 @@ def _check_task(run: Run, num_passes: int, problems: Problems) -> None:
     if isinstance(run.loss, Contrastive) and (num_passes > 1 or run.parallel.local):
         what = "each row is compared with all rows of the batch, which this run computes in parts"
         problems.add("loss.kind = contrastive", what, "num_microbatches=1, no parallel.pipeline and no parallel.local")
-    _check_preferences(run, problems)
+    _check_answers(run, problems)
 
 
-def _check_preferences(run: Run, problems: Problems) -> None:
-    """Checks what a loss of pairs needs, and what it cannot be combined with."""
-    has_pairs = isinstance(run.data, Preferences)
-    if has_pairs and run.data.documents_in_row != "separate":
-        what = "the rejected answer would attend to the chosen one, which is in the same row"
+def _check_answers(run: Run, problems: Problems) -> None:
+    """Checks what a loss of whole answers needs, and what it cannot be combined with."""
+    if isinstance(run.data, (Preferences, Prompts)) and run.data.documents_in_row != "separate":
+        one_row = "the rejected answer would attend to the chosen one, which is in the same row"
+        what = one_row if isinstance(run.data, Preferences) else "a row is one answer, and no document is beside it"
         problems.add("data.documents_in_row", what, "data.documents_in_row=separate")
-    if not isinstance(run.loss, Preference):
-        if has_pairs:
-            what = "these are pairs of answers, and this loss would learn the rejected ones too"
-            problems.add(f"data.kind = {run.data.kind}", what, "loss.kind=dpo or orpo, or data.kind=chat")
+    if isinstance(run.data, Preferences) and not isinstance(run.loss, Preference):
+        what = "these are pairs of answers, and this loss would learn the rejected ones too"
+        problems.add(f"data.kind = {run.data.kind}", what, "loss.kind=dpo or orpo, or data.kind=chat")
+    if isinstance(run.data, Prompts) and not isinstance(run.loss, GRPO):
+        what = "these are prompts without answers, of which this loss learns nothing"
+        problems.add(f"data.kind = {run.data.kind}", what, "loss.kind=grpo, or data.kind=chat")
+    if not isinstance(run.loss, OfAnswers):
         return
     where = f"loss.kind = {run.loss.kind}"
-    if not has_pairs:
+    if isinstance(run.loss, Preference) and not isinstance(run.data, Preferences):
         problems.add(where, "it compares pairs of answers, and these data have none", "data.kind=preferences")
+    if isinstance(run.loss, GRPO):
+        _check_grpo(run, run.loss, problems)
     if not run.model.has_own_layers:
         what = "it reads the logits of meshpar's own decoders, and this model has a loss of its own"
         problems.add(where, what, "model.kind=llama or gpt")
@@ -184,6 +190,20 @@ def _check_preferences(run: Run, problems: Problems) -> None:
     if run.rules.table.get("seq"):
         what = "an answer's log-probability is a sum over its row, whose tokens these rules divide"
         problems.add(where, what, "rules.seq=[]")
+
+
+def _check_grpo(run: Run, loss: GRPO, problems: Problems) -> None:
+    where = "loss.kind = grpo"
+    if not isinstance(run.data, Prompts):
+        problems.add(where, "the model answers prompts, and these data have answers", "data.kind=prompts")
+    if run.data.batch_size % loss.group:
+        what = f"{run.data.batch_size} answers are not groups of loss.group = {loss.group}"
+        problems.add("data.batch_size", what, f"a multiple of {loss.group}")
+    if loss.max_tokens >= run.data.seq_len:
+        what = f"answers of {loss.max_tokens} tokens leave no room for a prompt in data.seq_len = {run.data.seq_len}"
+        problems.add("loss.max_tokens", what, f"data.seq_len={2 * loss.max_tokens}")
+    if run.parallel.local:
+        problems.add(where, "answers are sampled from one model, and slices have several", "no parallel.local")
 
 
 def _check_precision(run: Run, problems: Problems) -> None:

@@ -27,7 +27,7 @@ from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Distill, Loss, LossConfig
-from meshpar.train.preferences import Preference
+from meshpar.train.preferences import OfAnswers
 from meshpar.train.step import StateParams
 from meshpar.train.tasks import NamedLoss
 
@@ -85,7 +85,7 @@ class Task:
       mesh: the mesh of the program that is made; None where none is.
       arrays: the arrays of a batch, of data that are rows of arrays; None for packed tokens.
       named: the loss of rows of arrays that the config names.
-      preference: the loss of pairs of answers.
+      answers: the loss of whole answers.
     """
 
     loss: LossConfig
@@ -99,7 +99,7 @@ class Task:
     mesh: AnyMesh | None = None
     arrays: Mapping[str, ArraySpec] | None = None
     named: NamedLoss | None = None
-    preference: Preference | None = None
+    answers: OfAnswers | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,15 +66,14 @@ class DecoderModel(Decoder, ModelContract):
         loss, evaluation = (partial(summed_over_tokens, each=one, chunk=task.loss.chunk) for one in (each, plain))
         specs = describe(abstract)
         copies_reference = False
-        if preference := task.preference:
+        if answers := task.answers:
             reference = None
-            if preference.has_reference:
+            if answers.has_reference:
                 copies_reference = not task.adapter
                 dims = jax.tree.map(lambda spec: spec.dims, specs)
                 reference = without_lora if task.adapter else carried_reference(dims)
             of_step, of_evaluation = (
-                preference.build(forward, self.vocab_size, reference, adds_auxiliary)
-                for adds_auxiliary in (True, False)
+                answers.build(forward, self.vocab_size, reference, adds_auxiliary) for adds_auxiliary in (True, False)
             )
         else:
             of_step = task.loss.build(forward, self.vocab_size, task.distill)
@@ -148,7 +147,7 @@ class DecoderModel(Decoder, ModelContract):
         return (
             {
                 "loss.chunk": describe_chunk(
-                    "none" if task.preference else task.loss.chunk, rows, positions, self.hidden_size, vocab
+                    "none" if task.answers else task.loss.chunk, rows, positions, self.hidden_size, vocab
                 ),
                 "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
             }

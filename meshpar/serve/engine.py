@@ -54,6 +54,11 @@ class Engine(PagedModel):
         """Token ids of the model."""
         return self.decoding.model.vocab_size
 
+    def load(self, params: Any) -> None:
+        """Replaces the parameters. No row may be running, and pages of earlier ones must not be used again."""
+        self._params = params
+        self._decoded, self._rows, self._turn = (), None, None
+
     def run(self, plan: Plan) -> Computed:
         """Computes a turn.
 

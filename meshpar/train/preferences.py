@@ -51,12 +51,25 @@ class Answers(NamedTuple):
         return self.log_probs / jnp.maximum(self.sizes, jnp.ones_like(self.sizes))
 
 
-class Preference(Config):
-    """A loss of pairs of answers. Its mean is over pairs, in evaluations too."""
+class OfAnswers(Config):
+    """A loss of whole answers, whose mean is over rows, in evaluations too."""
 
     target: ClassVar[None] = None
-    has_reference: ClassVar[bool]
-    """Whether it compares the model with the one that it was at first."""
+
+    @property
+    @abstractmethod
+    def has_reference(self) -> bool:
+        """Whether it compares the model with the one that it was at first."""
+
+    @abstractmethod
+    def build(
+        self, apply: Callable[..., Outputs], vocab_size: int, reference: Reference | None, adds_auxiliary: bool
+    ) -> Loss:
+        """The loss of a step; or without the model's auxiliary losses, which are only reported, of an evaluation."""
+
+
+class Preference(OfAnswers):
+    """A loss of pairs of answers."""
 
     @abstractmethod
     def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -65,8 +78,6 @@ class Preference(Config):
     def build(
         self, apply: Callable[..., Outputs], vocab_size: int, reference: Reference | None, adds_auxiliary: bool
     ) -> Loss:
-        """The loss of a step; or without the model's auxiliary losses, which are only reported, of an evaluation."""
-
         def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
             outputs = apply(params, batch, key)
             found = of_answers(outputs.logits, batch, vocab_size)
@@ -97,7 +108,7 @@ class DPO(Preference):
     Source: Rafailov et al. 2023, arXiv:2305.18290.
     """
 
-    has_reference: ClassVar = True
+    has_reference: ClassVar = True  # pyright: ignore
     kind: Literal["dpo"] = "dpo"
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     """How far the model may go from the reference: a larger one keeps it nearer."""
@@ -118,7 +129,7 @@ class ORPO(Preference):
     Source: Hong et al. 2024, arXiv:2403.07691.
     """
 
-    has_reference: ClassVar = False
+    has_reference: ClassVar = False  # pyright: ignore
     kind: Literal["orpo"] = "orpo"
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of the odds ratio, lambda in the paper, beside the chosen answer's cross entropy."""

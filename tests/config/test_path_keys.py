@@ -118,10 +118,11 @@ def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folde
     for part in _sections(data["data"]):
         if part.get("kind") == "numpy" and "tokenizer" not in key.at:
             part["tokenizer"] = {"kind": "ids", "vocab_size": 9, "bos": 0}
-        if part.get("kind") in ("chat", "preferences") and "tokenizer" not in key.at:
+        if part.get("kind") in ("chat", "preferences", "prompts") and "tokenizer" not in key.at:
             part["tokenizer"] = write_tokenizer(folder / "tokenizer.json").path
             data["model"] = data["model"] | {"vocab_size": 300}
             data |= {"loss": {"kind": "dpo"}} if part["kind"] == "preferences" else {}
+            data |= {"loss": {"kind": "grpo", "reward": "rewards:of"}} if part["kind"] == "prompts" else {}
     Path("config.yaml").write_text(json.dumps(data))
     said = command("train", "config.yaml", "loggers=[]")
     assert said.code == 2, said.err

@@ -72,6 +72,11 @@ def _write_chats(folder: Path) -> None:
         (folder / prefix).mkdir()
         write_lines(folder / prefix / "a.jsonl", some[::2])
         write_lines(folder / prefix / "b.jsonl", some[1::2])
+    prompts = [{"prompt": f"Number {i}?"} for i in range(32)]
+    for prefix, some in {"prompts": prompts, "other-prompts": prompts[::-2]}.items():
+        (folder / prefix).mkdir()
+        write_lines(folder / prefix / "a.jsonl", some[::2])
+        write_lines(folder / prefix / "b.jsonl", some[1::2])
     write_chat_tokenizer(folder / "chat-model", template)
     write_chat_tokenizer(folder / "other-chat-model", "other " + template)
 

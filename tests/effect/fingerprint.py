@@ -24,6 +24,7 @@ from meshpar import Run, fit
 from meshpar.config import Config
 from meshpar.experiment import actions
 from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.serve.rollouts import Rollouts
 from meshpar.tree import flatten_with_paths
 
 ADDRESS = re.compile(r"0x[0-9a-f]+|<function [^>]*>|id=\d+")
@@ -73,7 +74,8 @@ def loop(run: Run, **arguments: Any) -> str:
         made = getattr(actions, name)
 
         def spy(*args: Any, **more: Any) -> Any:
-            given[name] = [x for x in (*args, *more.values()) if isinstance(x, (int, float, str, Config, tuple, Path))]
+            found = [x.loss if isinstance(x, Rollouts) else x for x in (*args, *more.values())]
+            given[name] = [x for x in found if isinstance(x, (int, float, str, Config, tuple, Path))]
             return SimpleNamespace(steps=trained) if name == "Loop" else made(*args, **more)
 
         return spy

@@ -40,7 +40,7 @@ def _names(error: MeshparError, change: Change, sections: bool = False) -> bool:
 def made(mapping: str) -> Run:
     run = Run.model_validate(json.loads(mapping))
     sections = (run.model, run.loss, run.data)
-    keys = ("target", "transform")
+    keys = ("target", "transform", "reward")
     targets = [getattr(one, key) for one in sections for key in keys if key in type(one).model_fields]
     for target in [*targets, *(callback.target for callback in run.callbacks)]:
         if target:

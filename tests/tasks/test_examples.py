@@ -12,9 +12,9 @@ from meshpar.experiment.config import load
 from tests.tasks import runs
 
 FOLDER = Path(__file__).parents[2] / "configs" / "examples"
-PREFERENCES = "prefer_polite"
-"""Trains one of meshpar's models: `test_preferences.py`."""
-EXAMPLES = sorted({path.stem for path in FOLDER.glob("*.yaml")} - {PREFERENCES})
+DECODERS = {"prefer_polite", "grow_polite", "grow_polite_start"}
+"""Train one of meshpar's models: `test_preferences.py`, `test_grpo.py`."""
+EXAMPLES = sorted({path.stem for path in FOLDER.glob("*.yaml")} - DECODERS)
 LEARNED = {
     "digits_vit": ("accuracy", 0.93), "digits_resnet": ("accuracy", 0.93), "masked_tokens": ("accuracy", 0.8),
     "clip_pairs": ("recall_at_1", 0.8), "house_prices": ("r2", 0.98),
@@ -34,7 +34,7 @@ def here(monkeypatch):
 
 
 def test_each_example_has_a_figure_that_it_must_reach():
-    assert {*LEARNED} == {*EXAMPLES} == {path.stem for path in FOLDER.glob("*.py")} - {PREFERENCES}
+    assert {*LEARNED} == {*EXAMPLES} == {path.stem for path in FOLDER.glob("*.py")} - DECODERS
 
 
 def placed(example, folder, mesh, preset, dtype) -> Run:

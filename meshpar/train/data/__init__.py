@@ -7,6 +7,7 @@ from pydantic import Field
 from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.chat.corpus import Chat
 from meshpar.train.data.chat.preferences import Preferences
+from meshpar.train.data.chat.prompts import Prompts
 from meshpar.train.data.corpus import NoData, StandardLibrary, Synthetic, Text
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.jsonl import Jsonl
@@ -18,8 +19,8 @@ from meshpar.train.data.weights import LinearWeights, PiecewiseWeights
 
 __all__ = [
     "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "LinearWeights", "Mixture", "MixtureComponent",
-    "NoData", "Numpy", "Parquet", "PiecewiseWeights", "Preferences", "Shards", "StandardLibrary", "Synthetic",
-    "Text", "TokenizerFile",
+    "NoData", "Numpy", "Parquet", "PiecewiseWeights", "Preferences", "Prompts", "Shards", "StandardLibrary",
+    "Synthetic", "Text", "TokenizerFile",
 ]  # fmt: skip
 
-Data = Annotated[AnyCorpus | Mixture | NoData | Preferences, Field(discriminator="kind")]
+Data = Annotated[AnyCorpus | Mixture | NoData | Preferences | Prompts, Field(discriminator="kind")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,6 +74,14 @@ class Steps:
         return self.begin()
 
 
+class Rollouts(Protocol):
+    """Answers prompts with the parameters before a step."""
+
+    def batch(self, params: Any, index: int | None, read: Mapping[str, Any]) -> dict[str, Any]:
+        """The rows of a step: (parameters, its index or None for an evaluation, prompts) -> the arrays of a batch."""
+        ...
+
+
 @dataclass(frozen=True)
 class Loop:
     """Trains, evaluates, logs and saves at given intervals.
@@ -96,6 +104,7 @@ class Loop:
       copies: copies of the state in the memory of the hosts; None without them.
       measure: metrics of evaluations that are no means over batches; None without them.
       rows: of a batch that is made of rows of arrays, whose speed is recorded; None for that of tokens.
+      rollouts: makes the rows of each step from what the data set reads; None if these are the rows.
       after_first: called once, after the record of the first step: checks for which that step need not wait.
     """
 
@@ -123,6 +132,7 @@ class Loop:
     measure: Measure | None = None
     after_first: Callable[[], None] = lambda: None
     rows: int | None = None
+    rollouts: Rollouts | None = None
 
     def fit(self, state: TrainState) -> TrainState:
         """Trains from the state's step to `num_steps`; evaluates, saves, and records a summary of the whole run.
@@ -162,7 +172,7 @@ class Loop:
                 self._evaluate(state, start)
             if start < self.num_steps and not self._stops(start):
                 self._events.call("on_train_begin", state, start)
-                with closing(self.train.batches(start, self._rows)) as batches:
+                with closing(self.train.batches(start, self._read_rows)) as batches:
                     state, end = yield from self._steps(state, start, batches, shows)
                 self._events.call("on_train_end", state, end)
         self.recorder.summarize(end)
@@ -189,6 +199,8 @@ class Loop:
                 self._events.call("on_step_begin", index)
                 with profiled_step(index):
                     self.cursor.at(index, "reads data")
+                    if self.rollouts:
+                        state = self.step.finish(state)
                     batch = self._next_batch(batches, index, state, stopwatch, stall)
                     self.cursor.at(index, "trains")
                     placed = put(batch, self.step.batch, self._rows, self.step.order)
@@ -266,7 +278,8 @@ class Loop:
         is_alone = jax.process_count() == 1
         try:
             with stopwatch.waiting(), stall.waiting(index), self.signals.interruptible() if is_alone else nullcontext():
-                return next(batches)
+                read = next(batches)
+                return self.rollouts.batch(state.params, index, read) if self.rollouts else read
         except Interrupted:
             raise self._interrupted_before(state, index) from None
         except MeshparError as error:
@@ -356,11 +369,13 @@ class Loop:
         params = averaged(state)
         sums_of_batches = []
         gathered = Gathered()
-        with closing(self.held_out.batches(rows=self._rows)) as held_out:
+        with closing(self.held_out.batches(rows=self._read_rows)) as held_out:
             for batch in held_out:
                 self.cursor.at(index, "evaluates")
                 if self.signals.caught and jax.process_count() == 1:
                     return {}
+                if self.rollouts:
+                    batch = self.rollouts.batch(params, None, batch)
                 placed = put(batch, self.step.batch, self._rows, self.step.order)
                 sums_of_batches.append(jax.device_get(self.evaluate(params, placed, state.carried)))
                 if self.measure and self.measure.of_rows:
@@ -460,6 +475,11 @@ class Loop:
     @property
     def _functions(self) -> list[Callable[..., Any]]:
         return self._sorted[1]
+
+    @property
+    def _read_rows(self) -> np.ndarray | None:
+        """The rows of a batch to read: all, where they become others."""
+        return None if self.rollouts else self._rows
 
     @cached_property
     def _rows(self) -> np.ndarray:

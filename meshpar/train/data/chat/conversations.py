@@ -19,6 +19,7 @@ SHARE_GPT = {
 FORMS = "messages, or prompt and completion, or conversations (ShareGPT's form)"
 
 
+PROMPT = '{"prompt": ...}, a text or messages'
 PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages'
 
 
@@ -82,6 +83,34 @@ def read_pair(value: Any) -> tuple[Conversation, Conversation]:
     if chosen == rejected:
         raise ValueError("prefers an answer to the same answer", "leave it out")
     return _conversation(value, chosen, before), _conversation(value, rejected, before)
+
+
+def read_prompt(value: Any) -> Conversation:
+    """The prompt in an object of a file: a conversation that an answer follows, of which nothing is learned.
+
+    Raises:
+      ValueError: (what is wrong), or (what is wrong, the fix).
+
+    >>> read_prompt({"prompt": "2 + 2?", "answer": 4}).messages
+    [{'role': 'user', 'content': '2 + 2?'}]
+    """
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object", PROMPT)
+    if key := next((key for key in ("prompt", "messages") if key in value), None):
+        messages = _side(value[key], key, "user") if key == "prompt" else _list(value[key], key)
+    else:
+        near = nearest("prompt", value)
+        raise ValueError(f"has the keys {sorted(value)}, and no prompt", f"rename {near} to prompt" if near else PROMPT)
+    for at, message in enumerate(messages):
+        _check(message, f"message {at + 1}")
+    if not messages or not str(messages[-1].get("content") or "").strip():
+        raise ValueError("has a prompt without text", PROMPT)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("ends with a message of the assistant, and the model writes the answer", "leave it out")
+    options = value.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise ValueError("its chat_template_kwargs are no object")
+    return Conversation(messages, [False] * len(messages), _tools(value.get("tools")), options)
 
 
 def _conversation(value: dict[str, Any], messages: list[dict[str, Any]], first_learned: int) -> Conversation:

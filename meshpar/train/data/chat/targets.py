@@ -66,6 +66,19 @@ class Encoder:
           ValueError: (what is wrong), or (what is wrong, the fix).
           ConfigError: the template fails.
         """
+        self._check(conversation)
+        return [self._tokens(one) for one in self._texts(conversation)]
+
+    def encode_prompt(self, conversation: Conversation) -> np.ndarray:
+        """The tokens of a conversation up to where an answer begins, int32[length].
+
+        Raises: see `encode`.
+        """
+        self._check(conversation)
+        text = self._rendered(conversation, len(conversation.messages), answers=True).text
+        return self.tokenizer.encode_special(text).astype(np.int32)
+
+    def _check(self, conversation: Conversation) -> None:
         special = self.tokenizer.special_tokens
         for at, message in enumerate(conversation.messages):
             if found := forged(message, special):
@@ -76,7 +89,6 @@ class Encoder:
         if self.date is None and self.template.reads_the_date(bool(conversation.tools)):
             what = "the template may write the date of today, and tomorrow's tokens would be others"
             raise UnsuitableTemplateError(what, f"data.date={datetime.now():%Y-%m-%d}")
-        return [self._tokens(one) for one in self._texts(conversation)]
 
     def _texts(self, conversation: Conversation) -> list[_Text]:
         if self.apart:

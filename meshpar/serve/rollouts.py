@@ -1,0 +1,234 @@
+"""Answers of a model to prompts while it trains, by the engine of a server on the parameters of the training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.errors import DataError, RunError, excerpt
+from meshpar.nn.compressed import dequantized
+from meshpar.nn.lora import LoRA
+from meshpar.serve.engine import Engine
+from meshpar.serve.on_mesh import for_tokens
+from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.sampling import Sampling
+from meshpar.serve.scheduler import Capacity, Request, Scheduler
+from meshpar.train.data.chat.prompts import LINES
+from meshpar.train.grpo import ADVANTAGES, GRPO, LOG_PROBS, REWARDS, advantages_of
+from meshpar.train.program import shardings, structs
+from meshpar.tree import flatten_with_paths, map_with_path
+
+FILE = "rollouts.jsonl"
+PAGE_SIZE, CHUNK = 16, 64
+HELD_OUT = 2**32 - 1
+"""In place of a step, in the seed of the answers of an evaluation."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer: its tokens, with the one that ended it, and the log-probability with which each was sampled."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Makes the rows of a step: the model's answers to its prompts, with their rewards.
+
+    Args:
+      model: the decoder, as the training stores it.
+      ctx, dtype, cache_format: see `PagedDecoding`.
+      reward: the user's function, see `GRPO.reward`.
+      lines: the objects of all lines of the data.
+      decode: token ids -> text.
+      ends: ids that end an answer.
+      file: records each answer. A run that resumes between the steps of the same answers reads them there.
+
+    Memory: the pages of the rows. The parameters are those of the training, without a copy where both are sharded
+      alike; with LoRA, a second copy of the model has its updates in the kernels.
+    """
+
+    model: Any
+    ctx: Any
+    dtype: np.dtype
+    cache_format: Any
+    loss: GRPO
+    lora: LoRA | None
+    reward: Callable[[list[str], list[Mapping[str, Any]]], Sequence[float]]
+    lines: Sequence[Mapping[str, Any]]
+    decode: Callable[[Sequence[int]], str]
+    ends: Collection[int]
+    seed: int
+    batch_size: int
+    seq_len: int
+    file: Path
+    _last: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    def batch(self, params: Any, index: int | None, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The rows of a step.
+
+        Args:
+          params: the parameters before the step, as the training stores them.
+          index: of the step, from 1; None for an evaluation.
+          read: a batch of prompts, one for each group.
+
+        Raises:
+          DataError: the function of the reward returns something else than a number for each answer.
+        """
+        with jax.transfer_guard("allow"):
+            if index is None:
+                return self._sampled(params, HELD_OUT, read)
+            first = index - (index - 1) % self.loss.updates
+            if first not in self._last:
+                self._last.clear()
+                self._last[first] = self._sampled(params, first, read) if first == index else self._recorded(first)
+            return self._last[first]
+
+    def _sampled(self, params: Any, step: int, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        sizes = (read["segments"] > 0).sum(-1)
+        prompts = [row[:size].tolist() for row, size in zip(read["tokens"], sizes, strict=True) if size]
+        lines = read[LINES][:, 0][sizes > 0].tolist()
+        group = self.loss.group
+        answers = self._answers(params, [prompt for prompt in prompts for _ in range(group)], step)
+        texts = [self.decode([one for one in answer.tokens if one not in self.ends]) for answer in answers]
+        rewards = self._rewards(texts, [self.lines[line] for line in lines for _ in range(group)])
+        if step != HELD_OUT:
+            self._record(step, lines, texts, rewards, prompts, answers)
+        return self._rows([prompt for prompt in prompts for _ in range(group)], answers, rewards)
+
+    def _answers(self, params: Any, prompts: Sequence[list[int]], step: int) -> list[Answered]:
+        engine, capacity = self._engine, self._decoding.capacity
+        engine.load(self._of_engine(params))
+        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        how = Sampling(temperature=1.0, seed=seed)
+        room = [min(self.loss.max_tokens, self.seq_len + 1 - len(prompt)) for prompt in prompts]
+        requests = [
+            Request(prompt=prompt, max_tokens=most, sampling=how, index=i, scores=True)
+            for i, (prompt, most) in enumerate(zip(prompts, room, strict=True))
+        ]
+        answers = {id(request): Answered() for request in requests}
+        scheduler = Scheduler(capacity)  # a new one: pages of other parameters must not be used again
+        scheduler.submit(requests)
+        while not scheduler.is_idle:
+            plan = scheduler.plan()
+            for one in scheduler.advance(plan, engine.run(plan)):
+                answer = answers[id(one.request)]
+                answer.tokens.append(one.token)
+                answer.log_probs.append(one.score.logprob)
+                if one.token in self.ends or len(answer.tokens) == one.request.max_tokens:
+                    scheduler.end(one.request)
+        return [answers[id(request)] for request in requests]
+
+    def _rewards(self, texts: list[str], lines: list[Mapping[str, Any]]) -> np.ndarray:
+        name = f"loss.reward: {self.loss.reward}"
+        found: Any = self.reward(texts, lines)  # raises a ConfigError that names the line of the user's code
+        try:
+            rewards = np.asarray(found, np.float64)
+        except (TypeError, ValueError):
+            raise DataError(f"{name} returned {excerpt(repr(found))}, and not a number for each answer") from None
+        if rewards.shape != (len(texts),):
+            what = f"returned {list(rewards.shape)} values for {len(texts)} answers"
+            raise DataError(f"{name} {what}; a sequence with a number for each answer")
+        if wrong := np.flatnonzero(~np.isfinite(rewards)).tolist():
+            what = f"returned {rewards[wrong[0]]} for {len(wrong)} of {len(texts)} answers"
+            raise DataError(
+                f"{name} {what}, first for {excerpt(repr(texts[wrong[0]]))}; a finite number for each answer"
+            )
+        return rewards
+
+    def _rows(self, prompts: Sequence[list[int]], answers: Sequence[Answered], rewards: Any) -> dict[str, np.ndarray]:
+        shape = (self.batch_size, self.seq_len)
+        arrays: dict[str, np.ndarray] = {
+            name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")
+        }
+        arrays |= {"targets": np.full(shape, -1, np.int32), LOG_PROBS: np.zeros(shape, np.float32)}
+        arrays |= {name: np.zeros(self.batch_size, np.float32) for name in (ADVANTAGES, REWARDS)}
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            ids = [*prompt, *answer.tokens]
+            here, learned = slice(0, len(ids) - 1), slice(len(prompt) - 1, len(ids) - 1)
+            arrays["tokens"][i, here], arrays["segments"][i, here] = ids[:-1], 1
+            arrays["positions"][i, here] = np.arange(len(ids) - 1)
+            arrays["targets"][i, learned], arrays[LOG_PROBS][i, learned] = answer.tokens, answer.log_probs
+        arrays[REWARDS][: len(rewards)] = rewards
+        arrays[ADVANTAGES][: len(rewards)] = advantages_of(rewards, self.loss.group)
+        return arrays
+
+    # The record ----------------------------------------------------------------------------------------------------
+
+    def _record(
+        self, step: int, lines: Sequence[int], texts: Sequence[str], rewards: np.ndarray,
+        prompts: Sequence[list[int]], answers: Sequence[Answered],
+    ) -> None:  # fmt: skip
+        with self.file.open("a", encoding="utf-8") as file:
+            for i, answer in enumerate(answers):
+                number = i // self.loss.group
+                row = {"step": step, "line": lines[number], "answer": texts[i], "reward": float(rewards[i])}
+                row |= {"prompt": prompts[number], "tokens": answer.tokens, "log_probs": answer.log_probs}
+                file.write(json.dumps(row) + "\n")
+
+    def _recorded(self, step: int) -> dict[str, np.ndarray]:
+        """The rows that an earlier process sampled at a step.
+
+        Raises:
+          RunError: they are not there.
+        """
+        try:
+            with self.file.open(encoding="utf-8") as file:
+                rows = [row for row in map(json.loads, file) if row["step"] == step][-self.batch_size :]
+            answers = [Answered(row["tokens"], row["log_probs"]) for row in rows]
+            found = self._rows([row["prompt"] for row in rows], answers, np.array([row["reward"] for row in rows]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{self.file}: the answers of step {step} cannot be read: {error}") from None
+        if len(rows) != self.batch_size:
+            what = f"has {len(rows)} of the {self.batch_size} answers of step {step}"
+            raise RunError(f"{self.file} {what}, on which the next step trains too; begin in another run_dir")
+        return found
+
+    # The engine ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _decoding(self) -> PagedDecoding:
+        ctx = for_tokens(self.ctx)
+        shards = ctx.shards("batch")
+        slots = -(-self.batch_size // shards)
+        longest = self.seq_len + 1
+        capacity = Capacity(
+            num_shards=shards, slots=slots, pages=slots * -(-longest // PAGE_SIZE), page_size=PAGE_SIZE,
+            max_len=longest, chunk=CHUNK, max_queue=self.batch_size,
+        )  # fmt: skip
+        model = self.model.model_copy(update={"weights": None}) if self.lora else self.model
+        return PagedDecoding(
+            model=model, ctx=ctx, dtype=self.dtype, cache_format=self.cache_format, capacity=capacity
+        )  # fmt: skip
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return Engine(self._decoding, lambda structs: None)
+
+    def _of_engine(self, params: Any) -> Any:
+        """The parameters as the engine needs them."""
+        placed = structs(self._decoding.params)
+        if self.lora:
+            merged = self._merge(flatten_with_paths(params))
+            return map_with_path(lambda path, _: merged[path], placed)
+        return jax.tree.map(lambda x, s: jax.device_put(x.astype(s.dtype), s.sharding), params, placed)
+
+    @cached_property
+    def _merge(self) -> Callable[..., Any]:
+        lora = self.lora
+        assert lora, "otherwise nothing is merged"
+        placed = flatten_with_paths(structs(self._decoding.params))
+
+        def merge(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            plain = dequantized(self.model.abstract(), params) if self.model.weights else params
+            return lora.merged(plain)
+
+        return jax.jit(merge, out_shardings=shardings(placed))
