@@ -122,7 +122,11 @@ def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folde
             part["tokenizer"] = write_tokenizer(folder / "tokenizer.json").path
             data["model"] = data["model"] | {"vocab_size": 300}
             data |= {"loss": {"kind": "dpo"}} if part["kind"] == "preferences" else {}
-            data |= {"loss": {"kind": "grpo", "reward": "rewards:of"}} if part["kind"] == "prompts" else {}
+            if part["kind"] == "prompts":
+                (folder / "rewards_of_paths.py").write_text(
+                    "def of(answers, lines):\n    return [0.0 for _ in answers]\n"
+                )
+                data |= {"loss": {"kind": "grpo", "reward": "rewards_of_paths:of"}}
     Path("config.yaml").write_text(json.dumps(data))
     said = command("train", "config.yaml", "loggers=[]")
     assert said.code == 2, said.err

@@ -15,6 +15,7 @@ from meshpar.train.data.chat.rendered import Rendered
 from meshpar.train.data.chat.rows import ConversationRows, Piece
 from meshpar.train.data.chat.targets import UnsuitableTemplateError
 from meshpar.train.data.documents import HEADING, is_held_out, share
+from meshpar.train.data.file_ranges import FileRange
 from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
 from meshpar.train.data.packing import Batch
 
@@ -55,7 +56,8 @@ class Prompts(Rendered):
         encoder = self.encoder()
         problems = Problems()
         found: list[Prompt] = []
-        for where, line in lines(self.files()):
+        for place, line in lines(FileRange(tuple(self.files()))):
+            where = str(place)
             try:
                 value = parse(line)
                 tokens = encoder.encode_prompt(read_prompt(value))
