@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -112,7 +113,25 @@ class LowRank(nnx.Module):
 
     @property
     def adapter(self) -> Adapter:
-        return Adapter(self.a[...], self.b[...], self.scale)
+        kind = _PlannedAdapter if planned() else Adapter
+        return kind(self.a[...], self.b[...], self.scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _PlannedAdapter(Adapter):
+    """One operation, where a program is planned. If x @ a were one, its gradient would be summed, and not that of a."""
+
+    def term(self, x: jax.Array) -> jax.Array:
+        def compute(call: Call, x: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+            return [Adapter(a, b, self.scale).term(x)]
+
+        inputs = tuple(f"input {i}" for i in range(self.a.ndim - 1))
+        outputs = tuple(f"output {i}" for i in range(self.b.ndim - 1))
+        rows = tuple(range(x.ndim - len(inputs)))
+        ins = ((*rows, *inputs), (*inputs, None), (None, *outputs))
+        signature = Signature(ins, ((*rows, *outputs),), compute, summed=inputs)
+        return apply(signature, x, self.a, self.b)[0]
 
 
 class LinearMap(nnx.Module):

@@ -60,6 +60,10 @@ class Adapter:
     b: Any
     scale: float = field(metadata={"static": True})
 
+    def term(self, x: jax.Array) -> jax.Array:
+        """The term of x[..., inputs...]."""
+        return self.of(jnp.tensordot(x, self.a, axes=self.a.ndim - 1))
+
     def of(self, thin: jax.Array) -> jax.Array:
         """The term, where `thin` is x @ a."""
         return self.scaled(jnp.tensordot(thin, self.b, axes=1))
@@ -197,9 +201,7 @@ def _with_adapters(x: jax.Array, maps: Sequence[Weights], *, inputs: Axes = (), 
 
 
 def _plus_adapter(product: jax.Array, x: jax.Array, weights: Weights) -> jax.Array:
-    if not (adapter := weights.adapter):
-        return product
-    return product + adapter.of(jnp.einsum(weights.thin_equation, x, adapter.a))
+    return product + weights.adapter.term(x) if weights.adapter else product
 
 
 def _quantized_products(

@@ -12,6 +12,7 @@ import pytest
 from meshpar import AxisRules, MeshLayout, training
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.hlo import total_sent_bytes
+from meshpar.nn.lora import LoRA
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.strategies import Parallel
 from meshpar.train.training import Training
@@ -116,6 +117,8 @@ OWN = [
     ("1f1b", "hsdp", "llama", 8, {"remat": "dots_no_batch"}),
     ("interleaved", "fsdp4", "llama", 8, {}),
     ("zb_h1", "data2_tensor2", "llama", 8, {"unroll": "all"}),
+    ("1f1b", "fsdp2_tensor2_sp", "llama", 4, {"lora": LoRA(rank=2, paths=("blocks.**",))}),
+    ("gpipe", "data2_tensor2", "gpt", 4, {"lora": LoRA(rank=2, paths=("blocks.attn.*",))}),
 ]
 
 
@@ -125,9 +128,9 @@ OWN = [
 )
 def test_a_decoder_of_meshpars_that_is_cut_from_its_trace_sends_the_same_bytes(kind, mesh, model, layers, more):
     """With dropout, whose bits no device sends. Full remat gathers one bias of a layer less often."""
-    run = pipelines.prepared(
-        pipelines.MODELS[model](layers, **more), mesh, pipelines.scheduled(kind, mesh, 4), precision="float32"
-    )
+    lora = more.get("lora")
+    own = pipelines.MODELS[model](layers, **{name: value for name, value in more.items() if name != "lora"})
+    run = pipelines.prepared(own, mesh, pipelines.scheduled(kind, mesh, 4), precision="float32", lora=lora)
     own, cut = run.traced_bytes, replace(run, stages=None).traced_bytes
     assert own and cut and cut.keys() == own.keys()
     assert all(cut[axes] <= own[axes] if "full" in more.values() else cut[axes] == own[axes] for axes in own)
