@@ -17,7 +17,8 @@ DECODERS = {"prefer_polite", "grow_polite", "grow_polite_start"}
 EXAMPLES = sorted({path.stem for path in FOLDER.glob("*.yaml")} - DECODERS)
 LEARNED = {
     "digits_vit": ("accuracy", 0.93), "digits_resnet": ("accuracy", 0.93), "masked_tokens": ("accuracy", 0.8),
-    "clip_pairs": ("recall_at_1", 0.8), "house_prices": ("r2", 0.98),
+    "clip_pairs": ("recall_at_1", 0.8), "house_prices": ("r2", 0.98), "time_series": ("r2", 0.95),
+    "digits_diffusion": ("r2", 0.8),
 }  # fmt: skip
 """Metric -> the least value that a trained example must have."""
 MESHES = {
@@ -25,7 +26,11 @@ MESHES = {
     "fsdp": ({"data": 4, "fsdp": 2}, ["fsdp"]),
     "tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, ["fsdp", "megatron"]),
 }
-SMALL = {"digits_vit": {"layers": 1, "width": 16}}
+SMALL = {
+    "digits_vit": {"layers": 1, "width": 16},
+    "time_series": {"layers": 1, "width": 16},
+    "digits_diffusion": {"width": 8},
+}
 
 
 @pytest.fixture
