@@ -316,7 +316,10 @@ def _prefix(names: Sequence[tuple[str, Foreign]]) -> str:
 def with_prefix(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     """The tensors by complete names: checkpoints without an output projection lack the prefix of the others."""
     prefix, *heads = dict.fromkeys(name.partition(".")[0] + "." for name in names)
-    return {name if name.startswith((prefix, *heads)) else prefix + name: tensor for name, tensor in tensors.items()}
+    return {
+        name if name.startswith((prefix, "lm_head.", *heads)) else prefix + name: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def hub_hint(path: Path) -> str:

@@ -133,9 +133,7 @@ def of_folder(make: Callable[..., Any]) -> Callable[..., Any]:
         run = make(*places, **arguments)
         (folder,) = {*Path().iterdir()} - before
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors*"))
-        weights = (
-            convert.open_pretrained(folder).paths if run is None else flatten_with_paths(convert.trained(folder)[1])
-        )
+        weights = convert.open_folder(folder).paths if run is None else flatten_with_paths(convert.trained(folder)[1])
         read = {path: float(np.sum(x)) for path, x in weights.items()} if run else [
             path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))]  # fmt: skip
         folder.rename(f"done-{len(before)}")

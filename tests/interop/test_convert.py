@@ -70,7 +70,7 @@ def test_a_run_is_made_and_written_back_bit_for_bit(original, meshpar, tmp_path)
 def test_fine_tuning_with_lora_is_merged_on_export(tmp_path):
     saved("llama", tmp_path / "there")
     run = Run(
-        model=convert.open_pretrained(tmp_path / "there").model,
+        model=convert.open_folder(tmp_path / "there").model,
         data=Synthetic(
             vocab_size=VOCAB, batch_size=8, seq_len=16, num_documents=32, document_len=40, held_out_fraction=0.2
         ),
@@ -84,7 +84,7 @@ def test_fine_tuning_with_lora_is_merged_on_export(tmp_path):
     )
     state = fit(run)
     trained = {path: jax.device_put(np.asarray(array)) for path, array in flatten_with_paths(state.params).items()}
-    start = params(convert.open_pretrained(tmp_path / "there"))
+    start = params(convert.open_folder(tmp_path / "there"))
     assert all(np.array_equal(trained[path], start[path]) for path in start)
     assert run.lora is not None
     merged = run.lora.merged(trained)
@@ -182,7 +182,10 @@ meshpar: hf does not hold what its config.json describes:
 meshpar: hf cannot be imported:
   hf/config.json: model_type
     'lama' is not supported
-    supported: llama, mistral, ministral, qwen2, qwen3, phi3, mixtral, qwen3_moe, olmoe, gpt2; did you mean llama?
+    supported: apertus, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, ernie4_5, exaone4, falcon, gemma, gemma2, \
+gemma3_text, glm4, glm4_moe, gpt2, gpt_neox, gpt_oss, gptj, granite, granitemoe, hunyuan_v1_dense, internlm3, kimi_k2, \
+llama, ministral, ministral3, mistral, mixtral, nemotron, olmo, olmo2, olmo3, olmoe, opt, phi, phi3, phimoe, qwen2, \
+qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3, stablelm, starcoder2; did you mean llama?
 """),
     "rope, activation and quantization": (
         config(rope_parameters={"rope_type": "yarn"}, hidden_act="gelu", quantization_config={"bits": 4}), """\
@@ -305,7 +308,7 @@ meshpar: freeze does not fit the model:
 
 
 def test_a_model_that_no_architecture_computes_is_not_exported(original, tmp_path):
-    pretrained = convert.open_pretrained(original)
+    pretrained = convert.open_folder(original)
     odd = pretrained.model.model_copy(update={"attn_bias": "qkv", "qk_norm": True})
     with pytest.raises(convert.CheckpointError, match="none of the supported architectures computes"):
         convert.export(tmp_path / "x", odd, {"embedding": np.zeros((96, 32))})

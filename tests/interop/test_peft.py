@@ -17,7 +17,7 @@ from meshpar import convert
 from meshpar.errors import CheckpointError, Problems
 from meshpar.interop import peft_export
 from meshpar.interop.export import export
-from meshpar.interop.huggingface import open_pretrained
+from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, AdaptedTensor, adapted
 from meshpar.interop.safetensors import tensors_in
 from meshpar.models import GPT, Llama
@@ -80,7 +80,7 @@ Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 )  # fmt: skip
 def test_an_adapter_adds_scale_times_b_a(base, changes, ranks, scales):
     matrices = {Q: drawn(ranks[0], 16, 16), DOWN: drawn(ranks[1], 24, 16)}
-    read = open_pretrained(write_adapter(base, "adapter", matrices, **changes)).tensors
+    read = open_folder(write_adapter(base, "adapter", matrices, **changes)).tensors
     plain = load_file(base / "model.safetensors")
     for (module, (a, b)), scale in zip(matrices.items(), scales, strict=True):
         want = plain[f"{module}.weight"] + scale * (b @ a)
@@ -113,13 +113,13 @@ def test_what_is_not_supported_is_refused_by_name(base, case):
     if case == "itself":
         folder = write_adapter(base, "outer", {Q: drawn(4, 16, 16)}, base_model_name_or_path="../wrong")
     with pytest.raises(CheckpointError, match=message):
-        open_pretrained(folder)
+        open_folder(folder)
 
 
 def test_an_adapter_of_another_model_is_refused_with_all_that_differs(base):
     matrices = {Q: drawn(4, 32, 32), "model.layers.7.mlp.down_proj": drawn(4, 24, 16)}
     with pytest.raises(CheckpointError) as raised:
-        open_pretrained(write_adapter(base, "other", matrices))
+        open_folder(write_adapter(base, "other", matrices))
     assert "lora_A[4, 32] and lora_B[32, 4] of rank 4 do not fit the model's matrix[16, 16]" in str(raised.value)
     assert "model.layers.7.mlp.down_proj\n    the model has no such matrix" in str(raised.value)
 
@@ -129,7 +129,7 @@ def test_a_magnitude_of_dora_is_no_matrix_of_lora(base):
     magnitude = {f"base_model.model.{Q}.lora_magnitude_vector": np.ones(16)}
     save_file(load_file(folder / ADAPTER) | magnitude, folder / ADAPTER)
     with pytest.raises(CheckpointError, match=r"lora_magnitude_vector\n.*is no matrix of LoRA"):
-        open_pretrained(folder)
+        open_folder(folder)
 
 
 def test_a_matrix_that_is_stored_as_inputs_by_outputs_is_adapted_in_its_order(tmp_path):
@@ -153,7 +153,7 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "in
 
 def check_adapter(adapter: Path, merged: Path, num: int) -> None:
     """Whether an adapter gives the merged model, by so many matrices."""
-    read, want = open_pretrained(adapter).tensors, open_pretrained(merged).tensors
+    read, want = open_folder(adapter).tensors, open_folder(merged).tensors
     for name, tensor in read.items():
         np.testing.assert_allclose(tensor.read(), want[name].read(), rtol=0, atol=1e-6, err_msg=name)
     assert sum(isinstance(tensor, AdaptedTensor) for tensor in read.values()) == num
@@ -183,7 +183,7 @@ def test_a_run_with_lora_is_written_as_an_adapter_that_gives_the_merged_model(ba
         "data": {"kind": "synthetic", "batch_size": 8, "seq_len": 8, "vocab_size": 32}, "mesh": {"fsdp": 8},
         "optim": {"kind": "adamw", "lr": 0.1}, "num_steps": 2, "run_dir": tmp_path / "run", "loggers": [],
     }  # fmt: skip
-    model: Any = open_pretrained(base).model
+    model: Any = open_folder(base).model
     meshpar.fit(meshpar.Run(model=model, **settings), json=True)
     convert.to_hf(tmp_path / "run", tmp_path / "merged")
     convert.to_peft(tmp_path / "run", tmp_path / "adapter")
@@ -197,8 +197,8 @@ def test_the_folder_of_an_adapter_is_that_of_a_model(base, tmp_path):
     assert source.folder == folder / "../base"
     run = convert.from_hf(folder, tmp_path / "run", ["mesh.data=8"])
     convert.to_hf(run.run_dir, tmp_path / "out")
-    want = open_pretrained(folder).tensors[f"{Q}.weight"].read()
-    np.testing.assert_array_equal(open_pretrained(tmp_path / "out").tensors[f"{Q}.weight"].read(), want)
+    want = open_folder(folder).tensors[f"{Q}.weight"].read()
+    np.testing.assert_array_equal(open_folder(tmp_path / "out").tensors[f"{Q}.weight"].read(), want)
 
 
 def test_a_run_without_lora_has_no_adapter(base, tmp_path):
@@ -228,7 +228,7 @@ def test_a_folder_is_quantized_as_it_is_read_and_lora_trains_on_the_codes(base, 
     convert.to_hf(run.run_dir, tmp_path / "merged")
     convert.to_peft(run.run_dir, tmp_path / "adapter")
     plain, adapted_, merged = (
-        open_pretrained(folder).tensors for folder in (base, tmp_path / "adapter", tmp_path / "merged")
+        open_folder(folder).tensors for folder in (base, tmp_path / "adapter", tmp_path / "merged")
     )
     how = meshpar.Quantized(**NF4)
     for name, tensor in plain.items():

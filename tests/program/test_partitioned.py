@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
@@ -162,3 +163,21 @@ def test_a_partitioned_step_sends_no_more_than_gspmds(model, layout):
         sent[lowering] = total_sent_bytes(collectives_of(step.compiled.as_text(), adopted(model, layout).mesh))
     print(f"{model} {layout}: {float(sent['manual'] / sent['auto']):.3f} of GSPMD's bytes")
     assert sent["manual"] <= sent["auto"]
+
+
+def seconds_to_compile(model: str, layout: str, lowering: str) -> float:
+    """CPU seconds of tracing and compiling a step."""
+    jax.clear_caches()
+    step = adopted.__wrapped__(model, layout, lowering)
+    start = time.process_time()
+    step.compile_step()
+    return time.process_time() - start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), COMPILED[:2])
+def test_a_partitioned_step_compiles_in_at_most_1_3_of_gspmds_seconds(model, layout):
+    both = [[seconds_to_compile(model, layout, lowering) for lowering in ("manual", "auto")] for _ in range(3)]
+    manual, auto = map(min, zip(*both, strict=True))
+    print(f"{model} {layout}: {manual:.2f} s, {manual / auto:.2f} of GSPMD's")
+    assert manual <= 1.3 * auto
