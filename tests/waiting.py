@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 LIMIT_S = 240
 
@@ -17,6 +18,14 @@ def wait_for(is_so: Callable[[], object], running: subprocess.Popen[str] | None 
         assert running is None or running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs: it exists, and is not one that has ended and that nobody waited for."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
 
 
 def read_until(terminal: int, end: bytes) -> bytes:

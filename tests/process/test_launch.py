@@ -23,7 +23,7 @@ from meshpar.launch.elastic import Elastic, Membership
 from meshpar.launch.supervise import supervise
 from meshpar.launch.workers import Ended
 from meshpar.mesh import join
-from tests.waiting import LIMIT_S, wait_for
+from tests.waiting import LIMIT_S, is_alive, wait_for
 
 CONFIG = """
 model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
@@ -339,13 +339,6 @@ def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     launcher.kill()
     launcher.communicate(timeout=LIMIT_S)
     wait_for(lambda: not any(is_alive(child) for child in children))
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

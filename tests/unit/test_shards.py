@@ -26,6 +26,7 @@ from meshpar.train.data.shards.manifest import HELD_OUT, MANIFEST, PLAN, TRAIN
 from meshpar.train.data.shards.stored import SideWriter, StoredDocuments
 from meshpar.train.data.tokenizer import Ids
 from tests.sources import BATCHES, texts, write_sources, write_tokenizer
+from tests.waiting import is_alive, wait_for
 
 SOURCES = ["text", "jsonl", "parquet", "parquet of ids", "arrow", "arrow of ids", "arrow stream of ids"]
 
@@ -149,7 +150,8 @@ def slowly(line):
     time.sleep(0.2)
 
 corpus = Jsonl(path=sys.argv[1], field="body", tokenizer=sys.argv[2], seq_len=16, held_out_fraction=0.25)
-module.build(corpus, Path(sys.argv[3]), shard_bytes=300, say=slowly)
+if __name__ == "__main__":
+    module.build(corpus, Path(sys.argv[3]), shard_bytes=300, processes=int(sys.argv[4]), say=slowly)
 """
 
 
@@ -159,7 +161,7 @@ def test_a_killed_build_goes_on_and_encodes_no_finished_shard_again(
     corpus = sources["jsonl"]
     folder = tmp_path / "shards"
     tokenizer = corpus.tokenizer.path  # pyright: ignore
-    command = [sys.executable, "-c", BUILD, corpus.path, tokenizer, str(folder)]  # pyright: ignore
+    command = [sys.executable, "-c", BUILD, corpus.path, tokenizer, str(folder), "1"]  # pyright: ignore
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for _ in range(3):
@@ -177,6 +179,19 @@ def test_a_killed_build_goes_on_and_encodes_no_finished_shard_again(
     assert_same(Shards(path=str(folder), **BATCHES).train(seed=0), corpus.train(seed=0), 40)
     again = build(corpus, folder, shard_bytes=300)
     assert again.encoded == 0
+
+
+def test_a_killed_build_leaves_no_process_behind(sources: dict[str, TextCorpus], tmp_path: Path):
+    corpus = sources["jsonl"]
+    script = tmp_path / "build.py"  # which the processes of the build import again
+    script.write_text(BUILD)
+    command = [sys.executable, script, corpus.path, corpus.tokenizer.path, str(tmp_path / "shards"), "2"]  # pyright: ignore
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline().startswith("shard ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid, signal.SIGKILL)
+    assert len(children) >= 2
+    wait_for(lambda: not any(is_alive(int(child)) for child in children))
 
 
 def test_a_damaged_shard_is_built_again(sources: dict[str, TextCorpus], tmp_path: Path):

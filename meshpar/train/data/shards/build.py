@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -257,8 +258,19 @@ def _results(
 
 
 def _alone() -> None:
-    """The processes are parallel, so that the tokenizer's own threads would only get in their way."""
+    """The processes are parallel, so that the tokenizer's own threads would only get in their way.
+
+    One whose parent was killed ends: it would wait for a task forever.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent, "a process of the pool has one"
+    parent.join()
+    os._exit(1)
 
 
 def _encode(corpus: TextCorpus, files: FileRange, folder: Path, name: str) -> Shard:
