@@ -260,6 +260,8 @@ class Scope:
             passing, assigned = (), self.assigned(signature, nodes)
         tokens = {*self.ctx.axes("residual_seq")}.difference(*(x.layout.used for x in nodes if x.layout.is_pinned))
         contracted = tokens & {axis for label in signature.summed for axis in assigned.get(label, ())}
+        if any(node.layout.is_weight for node in nodes):  # what is contracted with it is a feature, not a token
+            contracted = set()
         met = self._passing(replace(signature, linear="one"), nodes) if signature.is_product else ()
         if not contracted and not (met and {*met} <= tokens):
             return assigned, passing, set()
