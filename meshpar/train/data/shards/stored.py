@@ -145,7 +145,8 @@ class StoredDocuments:
 
     def _bytes(self, path: Path, start: int, stop: int) -> bytes:
         try:
-            found = os.pread(self._opened(path).descriptor, stop - start, start)
+            opened = self._opened(path)  # which is closed when it is forgotten
+            found = os.pread(opened.descriptor, stop - start, start)
         except OSError as error:
             raise no_data(str(path), f"cannot be read: {error.strerror}", AGAIN) from None
         if len(found) < stop - start:
