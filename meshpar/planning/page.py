@@ -77,6 +77,8 @@ def page(plan: Plan, origin: str = "", command: str = "") -> str:
     times = _Scale(min(e.total_s for e in every.values()), max(e.total_s for e in every.values()), _LEFT, _WIDTH)
     sizes = [estimate.total_bytes for estimate in every.values()]
     memory = _Scale(min(sizes), max(sizes), _TOP + _HEIGHT, -_HEIGHT)
+    held = {f"{rank}. {one.layout}": one.estimate for rank, one in enumerate(plan.ranked, 1)}
+    held |= {f"does not fit: {one.layout}": one.estimate for one in found.too_big[:1]}
     terms = dict.fromkeys(term for one in plan.ranked for term in one.estimate.terms)
     colours = {term: _COLOURS[i % len(_COLOURS)] for i, term in enumerate(terms)}
     return (
@@ -90,9 +92,9 @@ def page(plan: Plan, origin: str = "", command: str = "") -> str:
             rows=[_row(one, colours, plan.ranked[0].estimate.total_s) for one in plan.ranked],
             slowest=max(one.estimate.total_s for one in plan.ranked),
             colours=colours,
-            held=[_held(name, one.estimate, plan.at_most) for name, one in _measured_in_bytes(plan)],
+            held=[_held(name, estimate, plan.at_most) for name, estimate in held.items()],
             at_most_bytes=plan.at_most,
-            most_held=max(plan.at_most, *(one.estimate.total_bytes for _, one in _measured_in_bytes(plan))),
+            most_held=max(plan.at_most, *(estimate.total_bytes for estimate in held.values())),
             kinds=_KINDS,
             commands=[f"{command} {one.layout}" for one in plan.ranked] if command else [],
             points=list(_points(plan, every, traced, times, memory)),
@@ -161,12 +163,6 @@ def _row(one: Candidate, colours: dict[str, str], fastest_s: float) -> dict[str,
         "holds": human_bytes(one.estimate.total_bytes),
         "parts": parts,
     }
-
-
-def _measured_in_bytes(plan: Plan) -> list[tuple[str, Candidate]]:
-    """The layouts that fit by rank, and the smallest that does not."""
-    fits = [(f"{rank}. {one.layout}", one) for rank, one in enumerate(plan.ranked, 1)]
-    return [*fits, *((f"does not fit: {one.layout}", one) for one in plan.found.too_big[:1])]
 
 
 def _held(name: str, estimate: Estimate, at_most: int) -> dict[str, Any]:

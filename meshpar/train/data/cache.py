@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import DataWarning
 from meshpar.train.data.documents import Documents, no_data
-from meshpar.train.data.fingerprint import checksum
+from meshpar.train.data.fingerprint import checksum, crc32
 from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 FORMAT = 2
@@ -27,7 +26,6 @@ SIZES = "sizes.npy"
 SHARES = "shares.npy"
 SUMS = "crc32.json"
 ATTEMPTS = 3
-CHUNK = 2**22
 
 
 def cached(
@@ -112,18 +110,9 @@ def _write(folder: Path, documents: Iterable[tuple[float, np.ndarray]], dtype: n
     with _writing(folder.parent):
         np.save(folder / SIZES, np.array(sizes, np.int64))
         np.save(folder / SHARES, np.array(shares, np.float64))
-        sums = {name: _crc32(folder / name) for name in (TOKENS, SIZES, SHARES)}
+        sums = {name: crc32(folder / name) for name in (TOKENS, SIZES, SHARES)}
         (folder / SUMS).write_text(json.dumps(sums))
         sync_tree(folder)  # before the rename, which marks the entry as complete
-
-
-def _crc32(path: Path) -> int:
-    """CRC-32 detects every error burst of up to 32 bits, and misses one in 4e9 of all other errors."""
-    total = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            total = zlib.crc32(chunk, total)
-    return total
 
 
 @contextmanager
@@ -138,7 +127,7 @@ def _damaged(entry: Path) -> list[str]:
     """The files of an entry whose checksums differ from those recorded when they were written."""
     try:
         sums = json.loads((entry / SUMS).read_bytes())
-        return [name for name in (TOKENS, SIZES, SHARES) if sums[name] != _crc32(entry / name)]
+        return [name for name in (TOKENS, SIZES, SHARES) if sums[name] != crc32(entry / name)]
     except PermissionError as error:
         raise no_data(f"data.cache: {error.filename}", f"cannot be read: {error.strerror}") from None
     except OSError as error:

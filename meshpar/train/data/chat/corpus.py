@@ -10,14 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from meshpar.errors import ConfigError, DataError, DataWarning, Problems
+from meshpar.errors import DataError, DataWarning, Problems
 from meshpar.train.data.chat.conversations import read
+from meshpar.train.data.chat.encoded_lines import encoded_lines
 from meshpar.train.data.chat.rendered import Rendered
 from meshpar.train.data.chat.rows import ConversationRows, Piece, piece_of
-from meshpar.train.data.chat.targets import Encoded, Encoder, UnsuitableTemplateError
+from meshpar.train.data.chat.targets import Encoded, Encoder
 from meshpar.train.data.documents import HEADING, is_held_out, share
-from meshpar.train.data.file_ranges import FileRange
-from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
 
 IfLonger = Literal["refuse", "truncate", "split", "drop"]
 
@@ -82,29 +81,16 @@ class Chat(Rendered):
 
     def _examples(self, files: list[Path], encoder: Encoder) -> Iterator[Example]:
         problems = Problems()
-        for place, line in lines(FileRange(tuple(files))):
-            where = str(place)
-            try:
-                encoded = encoder.encode(read(parse(line)))
-            except UnsuitableTemplateError as error:  # it is so for each conversation
-                problems.add(where, *error.args)
-                break
-            except ConfigError as error:
-                problems.add(where, str(error))
-            except ValueError as error:
-                problems.add(where, *error.args)
-            else:
-                for one in encoded:
-                    example = _example(one, share(line.strip()), self.seq_len, self.if_longer)
-                    if not example.size:
-                        problems.add(where, "the template writes no token of an answer, so nothing is learned")
-                    elif example.size > self.seq_len and self.if_longer == "refuse":
-                        what = f"has {example.size} tokens, more than data.seq_len = {self.seq_len}"
-                        problems.add(where, what, "data.seq_len, or data.if_longer=truncate, split or drop")
-                    elif not problems:
-                        yield example
-            if len(problems) == MOST_PROBLEMS:
-                break
+        for where, line, encoded in encoded_lines(files, lambda data: encoder.encode(read(data)), problems):
+            for one in encoded:
+                example = _example(one, share(line.strip()), self.seq_len, self.if_longer)
+                if not example.size:
+                    problems.add(where, "the template writes no token of an answer, so nothing is learned")
+                elif example.size > self.seq_len and self.if_longer == "refuse":
+                    what = f"has {example.size} tokens, more than data.seq_len = {self.seq_len}"
+                    problems.add(where, what, "data.seq_len, or data.if_longer=truncate, split or drop")
+                elif not problems:
+                    yield example
         problems.raise_any(DataError, HEADING)
 
 

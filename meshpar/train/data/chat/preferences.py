@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from meshpar.errors import ConfigError, DataError, DataWarning, Problems
+from meshpar.errors import DataError, DataWarning, Problems
 from meshpar.train.data.chat.conversations import Conversation, read_pair
+from meshpar.train.data.chat.encoded_lines import encoded_lines
 from meshpar.train.data.chat.rendered import Rendered
 from meshpar.train.data.chat.rows import ConversationRows, Piece, piece_of
-from meshpar.train.data.chat.targets import Encoder, UnsuitableTemplateError
+from meshpar.train.data.chat.targets import Encoder
 from meshpar.train.data.documents import HEADING, is_held_out, share
-from meshpar.train.data.file_ranges import FileRange
-from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
 
 
 class Preferences(Rendered):
@@ -62,26 +61,18 @@ class Preferences(Rendered):
 
     def _pairs(self, encoder: Encoder) -> Iterator[Pair]:
         problems = Problems()
-        for place, line in lines(FileRange(tuple(self.files()))):
-            where = str(place)
-            try:
-                chosen, rejected = (_piece(encoder, one) for one in read_pair(parse(line)))
-            except UnsuitableTemplateError as error:  # it is so for each pair
-                problems.add(where, *error.args)
-                break
-            except ConfigError as error:
-                problems.add(where, str(error))
-            except ValueError as error:
-                problems.add(where, *error.args)
-            else:
-                pair = Pair(chosen, rejected, share(line.strip()))
-                if pair.size > self.seq_len and self.if_longer == "refuse":
-                    what = f"both conversations have {pair.size} tokens, more than data.seq_len = {self.seq_len}"
-                    problems.add(where, what, f"data.seq_len={pair.size}, or data.if_longer=drop")
-                elif not problems:
-                    yield pair
-            if len(problems) == MOST_PROBLEMS:
-                break
+
+        def encode(data: Any) -> tuple[Piece, Piece]:
+            chosen, rejected = (_piece(encoder, one) for one in read_pair(data))
+            return chosen, rejected
+
+        for where, line, pieces in encoded_lines(self.files(), encode, problems):
+            pair = Pair(*pieces, share(line.strip()))
+            if pair.size > self.seq_len and self.if_longer == "refuse":
+                what = f"both conversations have {pair.size} tokens, more than data.seq_len = {self.seq_len}"
+                problems.add(where, what, f"data.seq_len={pair.size}, or data.if_longer=drop")
+            elif not problems:
+                yield pair
         problems.raise_any(DataError, HEADING)
 
 

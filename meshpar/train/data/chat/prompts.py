@@ -9,14 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshpar.errors import ConfigError, DataError, Problems
+from meshpar.errors import DataError, Problems
 from meshpar.train.data.chat.conversations import read_prompt
+from meshpar.train.data.chat.encoded_lines import encoded_lines
 from meshpar.train.data.chat.rendered import Rendered
 from meshpar.train.data.chat.rows import ConversationRows, Piece
-from meshpar.train.data.chat.targets import UnsuitableTemplateError
 from meshpar.train.data.documents import HEADING, is_held_out, share
-from meshpar.train.data.file_ranges import FileRange
-from meshpar.train.data.jsonl import MOST_PROBLEMS, lines, parse
 from meshpar.train.data.packing import Batch
 
 LINES = "lines"
@@ -56,25 +54,15 @@ class Prompts(Rendered):
         encoder = self.encoder()
         problems = Problems()
         found: list[Prompt] = []
-        for place, line in lines(FileRange(tuple(self.files()))):
-            where = str(place)
-            try:
-                value = parse(line)
-                tokens = encoder.encode_prompt(read_prompt(value))
-            except UnsuitableTemplateError as error:  # it is so for each prompt
-                problems.add(where, *error.args)
-                break
-            except ConfigError as error:
-                problems.add(where, str(error))
-            except ValueError as error:
-                problems.add(where, *error.args)
-            else:
-                found.append(Prompt(value, tokens, share(line.strip())))
-                if len(tokens) > self.seq_len:
-                    what = f"the prompt has {len(tokens)} tokens, and its answer has no room in data.seq_len"
-                    problems.add(where, f"{what} = {self.seq_len}", f"data.seq_len={len(tokens) + 64}")
-            if len(problems) == MOST_PROBLEMS:
-                break
+
+        def encode(data: Any) -> tuple[Any, np.ndarray]:
+            return data, encoder.encode_prompt(read_prompt(data))
+
+        for where, line, (data, tokens) in encoded_lines(self.files(), encode, problems):
+            found.append(Prompt(data, tokens, share(line.strip())))
+            if len(tokens) > self.seq_len:
+                what = f"the prompt has {len(tokens)} tokens, and its answer has no room in data.seq_len"
+                problems.add(where, f"{what} = {self.seq_len}", f"data.seq_len={len(tokens) + 64}")
         problems.raise_any(DataError, HEADING)
         return found
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +26,7 @@ from meshpar.train.data.corpus import TextCorpus
 from meshpar.train.data.documents import HEADING, no_data, one_sided
 from meshpar.train.data.file_ranges import FileRange, cut
 from meshpar.train.data.files import named
-from meshpar.train.data.fingerprint import checksum
+from meshpar.train.data.fingerprint import checksum, crc32
 from meshpar.train.data.shards.manifest import (
     HELD_OUT,
     MANIFEST,
@@ -54,7 +53,6 @@ SHARD_BYTES = 2**28
 MOST_FAILED = 10
 """Shards that cannot be encoded before a build ends: their errors are reported together."""
 NEW_FOLDER = "build into another folder, or remove this one"
-_BLOCK = 2**22
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,7 @@ def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> Shard | No
     try:
         shard = read(place / SHARD, Shard, "")
         found = [path.name for path, _ in damages(place, shard, dtype)]
-        found = found or [name for name, crc in shard.crc32.items() if _crc32(place / name) != crc]
+        found = found or [name for name, crc in shard.crc32.items() if crc32(place / name) != crc]
     except (DataError, OSError):
         found = [SHARD]
     else:
@@ -327,14 +325,6 @@ def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> Shard | No
         place.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
     return None
-
-
-def _crc32(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            total = zlib.crc32(block, total)
-    return total
 
 
 def _publish(folder: Path, plan: Plan, shards: list[Shard], dtype: np.dtype) -> None:
