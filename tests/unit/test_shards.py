@@ -397,7 +397,8 @@ def test_a_run_trains_on_what_the_command_built(lines: Jsonl, tmp_path: Path, co
     shards = "data={kind: shards, path: shards, seq_len: 16, batch_size: 8, held_out_fraction: 0.25}"
     losses = []
     for run in ([], [shards, "run_dir=other"]):
-        assert command("train", "config.yaml", *run).code == 0
+        said = command("train", "config.yaml", *run)
+        assert said.code == 0, said.err
         records = Path("other" if run else "run", "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("loss") for line in records])
     assert losses[0] == losses[1] and any(losses[0])
