@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from meshpar.train.data import Arrow, Jsonl, Parquet, Shards, Text
 from meshpar.train.data.corpus import TextCorpus
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.documents import Documents
+from meshpar.train.data.shards import stored
 from meshpar.train.data.shards.build import build
 from meshpar.train.data.shards.manifest import HELD_OUT, MANIFEST, PLAN, TRAIN
 from meshpar.train.data.shards.stored import SideWriter, StoredDocuments
@@ -370,6 +373,42 @@ def test_only_the_rows_that_are_asked_for_are_read(sources: dict[str, TextCorpus
     itemsize = np.dtype(shards.manifest.dtype).itemsize
     assert sum(read) <= 2 * (17 * itemsize + 17 // 8 + 2)
     assert {TRAIN, HELD_OUT} == {path.stem for path in (tmp_path / "shards").glob("*/*.ids")}
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> StoredDocuments:
+    for i in range(2):
+        with SideWriter(tmp_path / f"{i}", np.dtype(np.uint8)) as writer:
+            writer.add(np.array([i + 1, i + 2, i + 3]))
+    paths = (tmp_path / "0", tmp_path / "1")
+    return StoredDocuments(paths, np.array([4, 8]), 2, np.dtype(np.uint8), bos=9, vocab_size=9)
+
+
+def test_threads_that_open_a_file_at_once_both_read_it(two_files: StoredDocuments, monkeypatch: pytest.MonkeyPatch):
+    """The cache of open files keeps one of them."""
+    both, right = threading.Barrier(2), stored.open_regular
+    monkeypatch.setattr(stored, "open_regular", lambda path: (both.wait(timeout=30), right(path))[1])
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: two_files.take(np.arange(4)[None])[0].tolist(), range(2)))
+    assert found == [[[9, 1, 2, 3]]] * 2
+
+
+def test_a_file_that_the_cache_forgets_is_read_to_the_end(two_files: StoredDocuments, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stored, "_MOST_OPEN", 1)
+    right, is_other_read = os.pread, threading.Event()
+
+    def slow(file: int, size: int, at: int) -> bytes:
+        if threading.current_thread() is not threading.main_thread():
+            assert is_other_read.wait(timeout=30)
+        return right(file, size, at)
+
+    monkeypatch.setattr(os, "pread", slow)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: two_files.take(np.arange(4)[None])[0].tolist())
+        wait_for(lambda: two_files._opened.cache_info().currsize)  # pyright: ignore
+        other = two_files.take(4 + np.arange(4)[None])[0].tolist()
+        is_other_read.set()
+        assert (found.result(timeout=30), other) == ([[9, 1, 2, 3]], [[9, 2, 3, 4]])
 
 
 # From the command line ------------------------------------------------------------------------------------------

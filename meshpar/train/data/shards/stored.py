@@ -145,8 +145,7 @@ class StoredDocuments:
 
     def _bytes(self, path: Path, start: int, stop: int) -> bytes:
         try:
-            opened = self._opened(path)  # which is closed when it is forgotten
-            found = os.pread(opened.descriptor, stop - start, start)
+            found = self._opened(path).read(start, stop)
         except OSError as error:
             raise no_data(str(path), f"cannot be read: {error.strerror}", AGAIN) from None
         if len(found) < stop - start:
@@ -160,11 +159,16 @@ class StoredDocuments:
 
 
 class _Open:
-    """An open file, which is closed when nobody reads it any more: threads may read one that is forgotten."""
+    """An open file, which is closed when nobody refers to it: a thread that reads it does.
+
+    The cache may have forgotten it meanwhile, or never have known it, if another thread opened the same file.
+    """
 
     def __init__(self, path: Path):
         self._file = open_regular(path)
-        self.descriptor = self._file.fileno()
+
+    def read(self, start: int, stop: int) -> bytes:
+        return os.pread(self._file.fileno(), stop - start, start)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
