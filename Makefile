@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test check reference pictures docs clean
+.PHONY: train test check matrix reference pictures docs clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/meshpar train configs/quickstart.yaml $(ARGS)
@@ -12,6 +12,12 @@ test: check
 
 check: $(VENV)/installed-dev
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash scripts/check.sh
+
+# A sample of the tests on each Python, with the oldest and the newest JAX. A Python that is not on the PATH: by its path.
+PYTHONS ?= python3.11 python3.13
+
+matrix:
+	bash scripts/matrix.sh $(PYTHONS)
 
 reference: $(VENV)/installed
 	PYTHONPATH=scripts $(VENV)/bin/python -m reference

@@ -18,6 +18,7 @@ from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
+from meshpar.experiment.start import from_files
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.family_model import FamilyModel, export_family
 from meshpar.interop.folder import MODEL_FILES
@@ -26,9 +27,8 @@ from meshpar.interop.imported_data import ImportedData
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of
 from meshpar.interop.peft_export import write_adapter
-from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.mesh.layout import MeshLayout
-from meshpar.nn.compressed import dense, kernels_in_codes
+from meshpar.nn.compressed import dense
 from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
@@ -95,9 +95,7 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
         run = load(made / RUN_CONFIG, overrides)
         run.mesh.simulate(None)
         prepared = prepare(run.model_copy(update={"data": NoData(**_batches(run))}))
-        model = run.model.generation()
-        codes = kernels_in_codes(model.abstract()) if model and model.weights else {}
-        state = PretrainedBeginning(prepared, pretrained, codes).state()
+        state = from_files(prepared, pretrained).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))
         with checkpoints(made / FOLDER, about=prepared.about) as saved:
             saved.save(0, state)

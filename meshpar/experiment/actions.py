@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -16,43 +16,37 @@ import jax
 from jax.stages import Compiled
 
 from meshpar.checkpoint.agree import check_same
-from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints, checkpoints
+from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
 from meshpar.checkpoint.lock import hold
-from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
-from meshpar.checkpoint.selection import EVERYTHING
-from meshpar.config import build
-from meshpar.errors import CheckpointError, ConfigError, ContractWarning, DataError, MeshparError, ProgramError
+from meshpar.checkpoint.saved import FOLDER, find, steps
+from meshpar.errors import ConfigError, ContractWarning, ProgramError
 from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
+from meshpar.experiment.evaluation import check_short_batch, measure_of
 from meshpar.experiment.fit_model import fit_model
+from meshpar.experiment.mfu import mfu_of
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.experiment.rollouts import of_prompts, rollouts_of
+from meshpar.experiment.start import beginning_of, keep_files_of_source, newest_described, order_of
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
 from meshpar.inspection.fit import FitReport, compile_for, judge
 from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
-from meshpar.interop.export import keep_model_files
-from meshpar.interop.open_folder import open_folder
-from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.mesh import compilation_cache, process, targets
 from meshpar.mesh.cursor import of_process as cursor_of
-from meshpar.mesh.hardware import chip_of
 from meshpar.mesh.join import check_joined
-from meshpar.nn.compressed import kernels_in_codes
-from meshpar.nn.lora import is_lora
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
-from meshpar.regular import nearby, remote
+from meshpar.regular import remote
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.begin import Beginning, saved_structs
-from meshpar.train.copies.copies import CopiedBeginning, Copies, opened
-from meshpar.train.data import Ids, Preferences, Prompts
-from meshpar.train.data.fingerprint import changed_files
-from meshpar.train.data.order import Order, resumed
-from meshpar.train.evaluate import LazyEvaluation, reads
+from meshpar.train.begin import Beginning
+from meshpar.train.copies.copies import Copies, opened
+from meshpar.train.data import Ids
+from meshpar.train.data.order import Order
+from meshpar.train.evaluate import LazyEvaluation
 from meshpar.train.loop.events import events_of
 from meshpar.train.loop.loop import Loop, Shown, Steps, result
 from meshpar.train.loop.signals import Signals
@@ -61,13 +55,8 @@ from meshpar.train.records import announce
 from meshpar.train.records.file import FILE
 from meshpar.train.records.metrics import recorder
 from meshpar.train.rows.config import RowData
-from meshpar.train.rows.dataset import RowDataset, StreamDataset
-from meshpar.train.rows.spec import COUNTED
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
-from meshpar.train.tasks import NamedLoss
-from meshpar.train.tasks.metrics import Measure
-from meshpar.tree import flatten_with_paths
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
 """Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
@@ -344,12 +333,12 @@ def _steps(
     prints = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
-    order = _order(run, _newest_described(run.run_dir / FOLDER))
+    order = order_of(run, newest_described(run.run_dir / FOLDER))
     with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about, order) as copies:
-        beginning = _beginning(prepared, saved, copies)
-        _keep_model_files(run)
+        beginning = beginning_of(prepared, saved, copies)
+        keep_files_of_source(run)
         if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):
-            order = _order(run, beginning.source)
+            order = order_of(run, beginning.source)
         saved.about = replace(about, first_row=order.first, order=order.as_json())
         if prints:
             say(announce.start(prepared))
@@ -361,7 +350,7 @@ def _steps(
         with busy("compiling the step") if prints else nullcontext():
             step = prepared.compile_step()
         evaluate = prepared.lazy_evaluation()
-        _check_short_batch(run, held_out, evaluate)
+        check_short_batch(run, held_out, evaluate)
         if dump_hlo:
             dump_hlo.write_text(step.text)
         if jax.process_count() > 1:
@@ -380,9 +369,9 @@ def _steps(
             records.record("restored", first, **restored)
         loop = Loop(
             step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, _mfu(prepared), profile,
+            run.log_every, run.eval_every, mfu_of(prepared), profile,
             run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
-            announce.source(run.data), signals, cursor, copies=copies, measure=_measure(prepared), after_first=checks,
+            announce.source(run.data), signals, cursor, copies=copies, measure=measure_of(prepared), after_first=checks,
             rows=run.data.batch_size if isinstance(run.data, RowData) else None, rollouts=rollouts,
         )  # fmt: skip
         state = yield from loop.steps(state, shows)
@@ -393,21 +382,6 @@ def _steps(
         generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
         say(announce.end(run.run_dir, end, generates))
     return state
-
-
-def _keep_model_files(run: Run) -> None:
-    """Copies the tokenizer and the templates of the model that `init` names, in the first process.
-
-    Raises:
-      ConfigError: the data are encoded as other ids than those of the model.
-    """
-    init = run.init
-    folder = model_files(init.from_hf, init.from_checkpoint, run.run_dir) if init else None
-    if folder is None:
-        return
-    check_ids(folder, run.data.tokenizer)
-    if jax.process_index() == 0:
-        keep_model_files(folder, run.run_dir)
 
 
 def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
@@ -421,33 +395,6 @@ def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
     return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
 
 
-def _newest_described(folder: Path) -> Checkpoint | None:
-    """The run's last checkpoint whose metadata can be read; a damaged one is reported later."""
-    for step in reversed(steps(folder)):
-        with suppress(CheckpointError):
-            _ = (checkpoint := Checkpoint(folder / str(step))).meta
-            return checkpoint
-    return None
-
-
-def _order(run: Run, source: Checkpoint | None) -> Order:
-    """Which row of the data is read when, by a run that goes on from one of its checkpoints.
-
-    Raises:
-      DataError: rows would be read twice, or not at all; see `order.resumed`.
-    """
-    if source is None or not source.step or source.step >= run.num_steps:
-        return Order()
-    saved = source.meta["data"]
-    try:
-        before = build(Run, source.meta["config"], str(source.folder)).data
-    except ConfigError:  # of another version: only the number of rows can be kept
-        rows = saved["rows_read"]
-        return Order() if rows is None else Order(first=rows - source.step * run.data.batch_size)
-    was, now = (data.model_dump(mode="json") for data in (before, run.data))
-    return resumed(saved, was, now, source.step, run.seed)
-
-
 def _copies(
     prepared: Prepared, about: CheckpointMetadata, order: Order
 ) -> AbstractContextManager[Copies | None]:  # fmt: skip
@@ -457,87 +404,6 @@ def _copies(
         return nullcontext()
     fixed = {"config": about.config, "data files": about.files, "order": order.as_json()}
     return opened(run.run_dir, run.run_dir / FILE, prepared.placement.structs, fixed)
-
-
-def _beginning(
-    prepared: Prepared, saved: Checkpoints, copies: Copies | None
-) -> Beginning | CopiedBeginning | PretrainedBeginning | None:
-    """The run's own last intact checkpoint; or else the source that `init` names; or else None.
-
-    A copy in the memory of the hosts comes first if it is newer; then no checkpoint is read.
-
-    Raises:
-      CheckpointError, ConfigError: the source does not fit the run.
-    """
-    init = prepared.run.init
-    if copies and (copy := copies.newest(saved.latest() or 0)):
-        return CopiedBeginning(copies, copy)
-    source = None if _is_converted(prepared.run) else saved.newest(partial(saved_structs, prepared))
-    include: Sequence[str] = EVERYTHING
-    exclude: Sequence[str] = ()
-    if source is None and init and init.from_hf:
-        if not init.from_hf.is_dir():
-            raise ConfigError(_no_folder(init.from_hf))
-        pretrained = replace(open_folder(init.from_hf), is_upcycled=init.upcycle)
-        pretrained.check(prepared.run.model)
-        model = prepared.run.model.hugging_face()
-        codes = kernels_in_codes(model.abstract()) if model and model.weights else {}
-        return PretrainedBeginning(prepared, pretrained, codes)
-    if source is None and init and init.from_checkpoint:
-        source = find(init.from_checkpoint, init.include)
-        include = init.include
-        exclude = init.exclude
-        if prepared.run.lora and not any(map(is_lora, source.described)):
-            paths = flatten_with_paths(prepared.specs)  # a model without LoRA is where LoRA begins
-            exclude = (*exclude, *(f"params.{path}" for path in paths if is_lora(path)))
-    if source is None:
-        _check_not_random(prepared.run)
-        return None
-    data_changed = _data_changed(prepared.run, source, saved)
-    beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
-    _ = beginning.selection
-    return beginning
-
-
-def _is_converted(run: Run) -> bool:
-    """Whether the run directory holds the model that `init` names, and no step of training.
-
-    Its optimizer state is not restored: LoRA, `freeze` and another optimizer have another one.
-    """
-    init = run.init
-    is_own = init and init.from_checkpoint and init.from_checkpoint.resolve() == run.run_dir.resolve()
-    return bool(is_own) and steps(run.run_dir / FOLDER) == [0]
-
-
-def _check_not_random(run: Run) -> None:
-    """Refuses to freeze random parameters for the whole run.
-
-    Raises:
-      ConfigError: the run has LoRA or `freeze`, and starts from no checkpoint.
-    """
-    frozen = [one for one in run.freeze if one.until is None]
-    if run.lora or frozen:
-        key = "lora" if run.lora else "freeze"
-        what = (
-            f"{key} freezes parameters, which would stay random: {run.run_dir} has no checkpoint, and init is not set"
-        )
-        raise ConfigError(f"{what}; init.from_checkpoint=RUN, or init.from_hf=FOLDER")
-
-
-def _no_folder(from_hf: Path) -> str:
-    """The error for `init.from_hf` where there is no folder; a name of the Hub is a likely mistake."""
-    problems = [f"init.from_hf: there is no folder {from_hf}", nearby(from_hf)]
-    if len(from_hf.parts) == 2 and not from_hf.parent.exists():
-        problems.append(f"nothing is downloaded: `hf download {from_hf} --local-dir FOLDER`, then init.from_hf=FOLDER")
-    return "\n  ".join(filter(None, problems))
-
-
-def _data_changed(run: Run, source: Checkpoint, saved: Checkpoints) -> list[str]:
-    """The data files that changed since this run's last checkpoint; none for step 0 or another run's checkpoint."""
-    if source.folder.parent != saved.directory or not source.step:
-        return []
-    before = source.meta["data"].get("files")
-    return changed_files(before, saved.about.files, source.folder, run.data.if_changed == "allow")
 
 
 def _check_programs(prepared: Prepared, step: Step, evaluate: LazyEvaluation) -> None:
@@ -553,50 +419,3 @@ def _check_programs(prepared: Prepared, step: Step, evaluate: LazyEvaluation) ->
     except ProgramError as error:
         message = f"the compiled step could not be compared with the traced step: {error}"
         warnings.warn(message, ContractWarning, stacklevel=2)
-
-
-def _check_short_batch(run: Run, held_out: Any, evaluate: LazyEvaluation) -> None:
-    """Refuses a short last batch of an evaluation, and corrupt rows, if the loss would count the rows that fill them.
-
-    Raises:
-      DataError: the user's own loss does not read `counted`.
-    """
-    if isinstance(run.loss, NamedLoss) or not isinstance(held_out, (RowDataset, StreamDataset)):
-        return
-    size = run.data.batch_size
-    num_rows = held_out.num_rows if isinstance(held_out, RowDataset) else None
-    if held_out.skipped is not None and not reads(evaluate, COUNTED):
-        what = "data.skip_corrupt = true: the rows that are left out do not count"
-        fix = "LossSums((losses * batch['counted']).sum(), batch['counted'].sum())"
-        raise DataError(f"{run.loss.target}: {what}, and this loss does not read batch['counted']; return {fix}")
-    if (num_rows is None or num_rows % size) and not reads(evaluate, COUNTED):
-        held = "a stream of held-out rows" if num_rows is None else f"{num_rows} held-out rows"
-        what = f"{held} may end in a batch of fewer than {size} rows, which rows that do not count fill"
-        fix = "LossSums((losses * batch['counted']).sum(), batch['counted'].sum())"
-        whole = f", or data.held_out_rows={num_rows // size * size}" if num_rows and num_rows >= size else ""
-        name = run.loss.target
-        raise DataError(f"{name}: {what}, and this loss does not read batch['counted']; return {fix}{whole}")
-
-
-def _measure(prepared: Prepared) -> Measure | None:
-    """The metrics of a loss by name that are no means over batches."""
-    loss = prepared.run.loss
-    if not isinstance(loss, NamedLoss):
-        return None
-    return Measure(prepared.lazy_row_results(), loss.row_metrics, loss.of_means)
-
-
-def _mfu(prepared: Prepared) -> Callable[[float], float] | None:
-    """tokens/s -> model FLOPs utilization; None if the chip's speed is unknown or the operations cannot be counted."""
-    chip = chip_of(jax.devices()[0])
-    if chip is None or isinstance(
-        prepared.run.data, (RowData, Preferences, Prompts)
-    ):  # whose losses count rows, or parts
-        return None
-    try:
-        flops = prepared.model_flops / (prepared.run.data.batch_size * prepared.run.data.seq_len)
-    except MeshparError as error:
-        if jax.process_index() == 0:
-            say(f"meshpar: MFU is not recorded, as the model's operations cannot be counted: {error}")
-        return None
-    return lambda tokens_per_s: tokens_per_s * float(flops) / (chip.flops * prepared.mesh.size)

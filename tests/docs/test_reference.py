@@ -14,6 +14,8 @@ from meshpar.federated import Federated
 from reference import keys, pages, rooms
 from tests.docs.page import ROOT
 
+pytestmark = pytest.mark.matrix
+
 SECTIONS = {root: keys.sections(root) for root in (Run, Federated)}
 ALL = [(section, key) for found in SECTIONS.values() for section in found for key in section.keys]
 FILES = {Run: ROOT / "configs" / "quickstart.yaml", Federated: ROOT / "configs" / "federated" / "digits.yaml"}

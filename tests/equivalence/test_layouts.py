@@ -12,6 +12,8 @@ from meshpar.verification.trial import QUICK
 from tests.equivalence.conftest import MODELS, first_state, on_one_device, outcome, prepared
 from tests.layouts import LAYOUTS
 
+pytestmark = pytest.mark.matrix
+
 REFUSED = ("llama_experts_some_layers", 4)  # it balances by the load of the step, which its first microbatch lacks
 EVERY = [case for case in product(MODELS, LAYOUTS, ["manual", "auto"], [1, 4]) if (case[0], case[-1]) != REFUSED]
 # Each layout in the manual lowering with two models, one with accumulation and one without; and under GSPMD with one.

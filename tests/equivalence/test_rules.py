@@ -8,6 +8,8 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.rules import AxisRules
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
+pytestmark = pytest.mark.matrix
+
 BOTH = ("context", "tensor")
 TENSOR = ("tensor",)
 CONTEXT = ("context",)

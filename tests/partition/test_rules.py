@@ -12,6 +12,8 @@ from tests.comparison import largest_difference
 from tests.partition.functions import on_one_device, on_shards, some_layouts
 from tests.partition.operations import BINARY, OPERATIONS, UNARY
 
+pytestmark = pytest.mark.matrix
+
 CASES = [(name, i) for name, cases in OPERATIONS.items() for i in range(len(cases))]
 SAMPLED = ("exp", "stop_gradient", "name", "add", "max")
 """The elementwise operations, which have one rule, that are tried in each run."""

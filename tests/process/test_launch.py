@@ -25,6 +25,8 @@ from meshpar.launch.workers import Ended
 from meshpar.mesh import join
 from tests.waiting import LIMIT_S, is_alive, wait_for
 
+pytestmark = pytest.mark.matrix
+
 CONFIG = """
 model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32}
 data: {kind: synthetic, batch_size: 8, seq_len: 8}

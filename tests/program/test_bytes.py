@@ -33,6 +33,8 @@ from meshpar.verification.trial import QUICK
 from tests.layouts import LAYOUTS
 from tests.program.oracle import closed_form, share
 
+pytestmark = pytest.mark.matrix
+
 ROOT = Path(__file__).parents[2]
 MODEL = Llama(num_layers=3, hidden_size=16, num_heads=4, intermediate_size=32, vocab_size=32)
 ROWS = 32

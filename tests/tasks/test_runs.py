@@ -10,7 +10,7 @@ import pytest
 from sklearn import metrics as sklearn
 
 from meshpar import ConfigError, DataError
-from meshpar.experiment import actions
+from meshpar.experiment.evaluation import check_short_batch
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from tests.tasks import own, runs
@@ -122,7 +122,7 @@ def test_masked_tokens_are_evaluated_with_a_fixed_key(tmp_path):
 
 def begin(run):
     prepared = prepare(run)
-    actions._check_short_batch(run, run.data.datasets(0)[1], prepared.lazy_evaluation())
+    check_short_batch(run, run.data.datasets(0)[1], prepared.lazy_evaluation())
 
 
 REFUSED = {

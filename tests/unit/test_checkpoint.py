@@ -28,6 +28,8 @@ from meshpar.errors import DamagedError
 from meshpar.train.state import TrainState
 from meshpar.tree import flatten_with_paths
 
+pytestmark = pytest.mark.matrix
+
 ABOUT = CheckpointMetadata({"model": {"kind": "toy"}}, {"w": ("embed", "mlp")}, seed=5, batch_size=16)
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from meshpar.config import Config, build, flatten, load, schema, to_yaml
 from meshpar.errors import ConfigError, control_character
 
+pytestmark = pytest.mark.matrix
+
 
 class Circle(Config):
     kind: Literal["circle"] = "circle"

@@ -15,7 +15,7 @@ from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthet
 from meshpar.cost import walk
 from meshpar.cost.flops import flops, needed, needed_flops, traced_products
 from meshpar.errors import ProgramError
-from meshpar.experiment import actions
+from meshpar.experiment import mfu
 from meshpar.inspection.inspect import inspect
 from meshpar.mesh import hardware
 from meshpar.tree import flatten_with_paths
@@ -271,14 +271,14 @@ def test_products_that_a_model_needs_only_in_part_count_in_part():
 def chip(monkeypatch):
     """A chip of 1e12 operations a second in place of the CPU."""
     chip = hardware.Chip("test", ("cpu",), 1e12, 1e9, 1e9)
-    monkeypatch.setattr(actions, "chip_of", lambda device: chip)
+    monkeypatch.setattr(mfu, "chip_of", lambda device: chip)
     return chip
 
 
 def test_the_utilization_is_what_the_model_needs_over_what_the_chips_can_do(chip):
     run = run_of(MODELS["gpt"])
-    assert actions._mfu(run)(1e6) == pytest.approx(1e6 * by_the_formula(run) / (ROWS * SEQ) / (4 * 1e12))
+    assert mfu.mfu_of(run)(1e6) == pytest.approx(1e6 * by_the_formula(run) / (ROWS * SEQ) / (4 * 1e12))
 
 
 def test_without_a_known_chip_there_is_no_utilization():
-    assert actions._mfu(run_of(MODELS["llama"])) is None
+    assert mfu.mfu_of(run_of(MODELS["llama"])) is None

@@ -95,10 +95,14 @@ def recorder(
         yield Recorder(file, sinks)
 
 
+_MOST_TIMES = 10
+
+
 def summary(records: Sequence[Record]) -> Record:
     """First and last losses, the median speed, and the number of skipped steps if it is not zero.
 
-    Values that were never recorded are excluded. A last loss that is not finite is NaN.
+    Values that were never recorded are excluded. A last loss that is not finite is NaN. `lower_by` is a share of the
+    first loss, so that it is left out where that is not positive, or tiny beside the last: rewards begin at 0.
 
     >>> steps = [{"kind": "train", "step": 1, "loss": 4.0}, {"kind": "train", "step": 2, "loss": 3.0, "step_s": 0.5}]
     >>> summary([*steps, {"kind": "evaluation", "step": 2, "loss": 3.0}])
@@ -110,8 +114,8 @@ def summary(records: Sequence[Record]) -> Record:
         "last_loss": _last(records, "train", "loss"),
         "held_out_loss": _last(records, "evaluation", "loss"),
     }
-    if losses and found["held_out_loss"] is not None:
-        found["lower_by"] = 1 - found["held_out_loss"] / losses[0]
+    if losses and (held_out := found["held_out_loss"]) is not None and not losses[0] <= abs(held_out) / _MOST_TIMES:
+        found["lower_by"] = 1 - held_out / losses[0]
     for name in ("step_s", "tokens_per_s", "rows_per_s", "data_wait", "mfu"):
         _, values = series(records, "train", name)
         found[name] = median(values) if values else None
