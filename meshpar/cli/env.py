@@ -23,6 +23,7 @@ EXTRAS = {
     "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "serve": ("starlette", "uvicorn", "prometheus_client"),
+    "structured": ("llguidance",),
     "eval": ("lm_eval", "regex"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),

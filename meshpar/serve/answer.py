@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 from meshpar.serve.scores import Score
@@ -25,6 +26,7 @@ class Answer:
       max_tokens: largest number of tokens; with 0 it ends when the first one is computed, and has none.
       ends: ids that end the answer. Default: those that open and close a document.
       prompt: the tokens before the answer.
+      kept: special tokens whose texts are a part of the answer's.
 
     `scores` are those of its tokens, `prompt_scores` those of the prompt's after the first; empty if nobody asked.
 
@@ -39,14 +41,16 @@ class Answer:
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int, ends: Collection[int | None] | None = None,
-        prompt: Sequence[int] = (),
+        prompt: Sequence[int] = (), kept: Collection[int] = (),
     ):  # fmt: skip
         self.tokens: list[int] = []
         self.scores: list[Score] = []
         self.prompt_scores: list[Score] = []
         self.text = ""
         self.finish: Finish | None = None
-        self._tokenizer = tokenizer
+        self._decode: Callable[[Iterable[int]], str] = tokenizer.decode
+        if kept and isinstance(tokenizer, TokenizerFile):
+            self._decode = partial(tokenizer.decode_keeping, kept=frozenset(kept))
         self._stop = stop
         self._max_tokens = max_tokens
         self._ends = (tokenizer.bos, tokenizer.eos) if ends is None else ends
@@ -73,10 +77,15 @@ class Answer:
             self.finish = "stop"
         end = len(self.text)
         if self.finish is None:
-            end -= max((_overlap(self.text[self._shown :], stop) for stop in self._stop), default=0)
+            end -= max((overlap(self.text[self._shown :], stop) for stop in self._stop), default=0)
         shown = self.text[self._shown : end]
         self._shown = end
         return shown
+
+    @property
+    def shown(self) -> str:
+        """The text that can be shown now: all pieces so far."""
+        return self.text[: self._shown]
 
     def _decoded(self) -> str:
         """The text of the tokens that were not read yet; empty while a character is incomplete.
@@ -85,8 +94,8 @@ class Answer:
         """
         first = self._before if self._context < 0 else []
         begin = max(0, self._context)
-        before = self._tokenizer.decode([*first, *self.tokens[begin : self._read]])
-        text = self._tokenizer.decode([*first, *self.tokens[begin:]])
+        before = self._decode([*first, *self.tokens[begin : self._read]])
+        text = self._decode([*first, *self.tokens[begin:]])
         if text.endswith("\ufffd") and self.finish is None:
             return ""
         self._context = self._read
@@ -100,10 +109,10 @@ def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     return [] if tokenizer.decode(last).endswith("\ufffd") else last
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The number of characters at the end of a text that may be the beginning of a stop string.
 
-    >>> _overlap("the EN", "END"), _overlap("the ENDE", "END")
+    >>> overlap("the EN", "END"), overlap("the ENDE", "END")
     (2, 1)
     """
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)

@@ -71,11 +71,11 @@ class Engine(PagedModel):
             self._decoded = plan.rows
             self._rows = self._placed_rows(plan.rows)
             self._turn = None
-        elif any(map(_is_penalized, plan.rows)):
+        elif any(map(_depends_on_answer, plan.rows)):
             self._rows = self._placed_rows(plan.rows)
         drafts = self.drafter.propose(plan.rows) if self.drafter else []
-        # A penalty depends on the token before, so these rows get one token at a time.
-        drafts = [[] if _is_penalized(row) else draft for row, draft in zip(plan.rows, drafts, strict=False)]
+        # A penalty or a grammar depends on the token before, so these rows get one token at a time.
+        drafts = [[] if _depends_on_answer(row) else draft for row, draft in zip(plan.rows, drafts, strict=False)]
         following, of_rows = self._run_verify(plan.rows, drafts) if any(drafts) else self._run_decode(plan.rows)
         return Computed(first, following, sum(map(len, drafts)), scores, _read_scores(plan.rows, of_rows, following))
 
@@ -125,8 +125,12 @@ class Engine(PagedModel):
         return list(map(accepted, drafts, on_host(found).tolist())), scores
 
 
-def _is_penalized(row: Row | None) -> bool:
-    return row is not None and row.request.adjustment is not None and row.request.adjustment.changes
+def _depends_on_answer(row: Row | None) -> bool:
+    """Whether what is drawn depends on the answer so far in another way than by the model."""
+    if row is None:
+        return False
+    adjustment = row.request.adjustment
+    return row.request.constraint is not None or (adjustment is not None and adjustment.changes)
 
 
 def _read_scores(

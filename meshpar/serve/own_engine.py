@@ -109,7 +109,7 @@ class OwnEngine:
         return [jax.device_put(x, sharding) for x in arrays]
 
     def _sampling(self, rows: Sequence[Row | None]) -> tuple[RowSampling, Asked]:
-        of_rows = sampling_of(rows, self.decoding.most_adjusted)
+        of_rows = sampling_of(rows, self.decoding.most_adjusted, self.decoding.vocab_size)
         return jax.device_put(of_rows, shardings((self.decoding.rows(), self.decoding.asked)))
 
     def _read(self, tokens: jax.Array) -> list[int]:

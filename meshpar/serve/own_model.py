@@ -101,7 +101,7 @@ class OwnDecoding:
 
     def rows(self) -> RowSampling:
         """Structs of a `RowSampling`."""
-        return RowSampling.structs(self.per_row, self.most_adjusted)
+        return RowSampling.structs(self.per_row, self.most_adjusted, self.vocab_size)
 
     @property
     def most_adjusted(self) -> int:
@@ -238,7 +238,7 @@ class OwnDecoding:
     @property
     def asked(self) -> Asked:
         flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
-        return Asked(flag, flag, flag)
+        return Asked(flag, flag, flag, flag)
 
     def per_row(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         sharding = jax.sharding.NamedSharding(self.ctx.mesh, self.ctx.pspec("batch"))  # pyright: ignore

@@ -131,8 +131,8 @@ class PagedDecoding(ModelOnMesh):
         flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
         return Rows(
             self.per_row(num_rows, self.capacity.pages_of_row),
-            RowSampling.structs(partial(self.per_row, num_rows), self.most_adjusted),
-            Asked(flag, flag, flag),
+            RowSampling.structs(partial(self.per_row, num_rows), self.most_adjusted, self.model.vocab_size),
+            Asked(flag, flag, flag, flag),
         )
 
     @property

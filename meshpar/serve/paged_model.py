@@ -65,16 +65,18 @@ class PagedModel:
         for i, row in enumerate(rows):
             if row:
                 table[i, : len(row.pages)] = row.pages
-        each, asked = sampling_of(rows, self.decoding.most_adjusted)
+        each, asked = sampling_of(rows, self.decoding.most_adjusted, self.decoding.model.vocab_size)
         return jax.device_put(Rows(table, each, asked), shardings(self.decoding.rows(len(rows))))
 
 
-def sampling_of(rows: Sequence[Row | None], most_adjusted: int) -> tuple[RowSampling, Asked]:
+def sampling_of(rows: Sequence[Row | None], most_adjusted: int, vocab_size: int) -> tuple[RowSampling, Asked]:
     """How the next token of each row is sampled, as arrays on the host."""
     samplings: list[Sampling] = [row.request.sampling or GREEDY if row else GREEDY for row in rows]
     indices = [row.request.index if row else 0 for row in rows]
     adjustments = [(row.request.adjustment or NOTHING).of(row.answer) if row else {} for row in rows]
     draws = any(how.temperature > 0 for how in samplings)
     scores = any(row.request.scores for row in rows if row)
-    asked = Asked(*map(np.array, (draws, any(adjustments), scores)))
-    return RowSampling.of(samplings, indices, adjustments, most_adjusted), asked
+    constraints = [row.request.constraint if row else None for row in rows]
+    allowed = [row.request.constraint.allowed(row.answer) if row and row.request.constraint else None for row in rows]
+    asked = Asked(*map(np.array, (draws, any(adjustments), scores, any(constraints))))
+    return RowSampling.of(samplings, indices, adjustments, most_adjusted, allowed, vocab_size), asked

@@ -99,11 +99,13 @@ class Asked(NamedTuple):
       draws: a temperature above 0.
       adjusts: biases or penalties of tokens.
       scores: log-probabilities.
+      limits: only some of the tokens, by a grammar.
     """
 
     draws: Any
     adjusts: Any
     scores: Any
+    limits: Any
 
 
 class RowSampling(NamedTuple):
@@ -116,6 +118,8 @@ class RowSampling(NamedTuple):
       rows: int32[batch]. The index of each row among those with its seed.
       adjusted: int32[batch, most]. Tokens whose logits are adjusted, see `Adjustment`.
       added: float32[batch, most]. What is added to them; 0 where there are fewer.
+      allowed: int32[batch, words]. A bit for each token of the vocabulary, the lowest of the first word first; 0 for a
+        token that may not be drawn.
     """
 
     temperature: Any
@@ -126,9 +130,10 @@ class RowSampling(NamedTuple):
     rows: Any
     adjusted: Any
     added: Any
+    allowed: Any
 
     @classmethod
-    def structs(cls, per_row: Callable[..., jax.ShapeDtypeStruct], most: int) -> RowSampling:
+    def structs(cls, per_row: Callable[..., jax.ShapeDtypeStruct], most: int, vocab_size: int) -> RowSampling:
         """The structs of its arrays.
 
         Args:
@@ -138,13 +143,16 @@ class RowSampling(NamedTuple):
         fractions, numbers = per_row(dtype=jnp.float32), per_row(dtype=jnp.int32)
         adjusted, added = per_row(most, dtype=jnp.int32), per_row(most, dtype=jnp.float32)
         seeds = per_row(dtype=jnp.uint32)
-        return cls(fractions, numbers, fractions, fractions, seeds, numbers, adjusted, added)
+        allowed = per_row(num_words(vocab_size), dtype=jnp.int32)
+        return cls(fractions, numbers, fractions, fractions, seeds, numbers, adjusted, added, allowed)
 
     @classmethod
     def of(
-        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, float]], most: int
-    ) -> RowSampling:
-        """The settings of each row, as arrays on the host."""
+        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, float]], most: int,
+        allowed: Sequence[np.ndarray | None], vocab_size: int,
+    ) -> RowSampling:  # fmt: skip
+        """The settings of each row, as arrays on the host. Where `allowed` is None, all tokens are."""
+        all_allowed = np.full(num_words(vocab_size), -1, np.int32)
         adjusted, added = np.zeros((len(rows), most), np.int32), np.zeros((len(rows), most), np.float32)
         for i, one in enumerate(adjustments):
             adjusted[i, : len(one)] = list(one)
@@ -158,7 +166,13 @@ class RowSampling(NamedTuple):
             np.array(rows, np.int32),
             adjusted,
             added,
+            np.stack([all_allowed if one is None else one for one in allowed]),
         )
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of 32 bits with a bit for each token."""
+    return -(-vocab_size // 32)
 
 
 def sample_each(
@@ -183,6 +197,7 @@ def sample_each(
 
     logits = of_tokens(logits, vocab_size)
     logits = jax.lax.cond(asked.adjusts, partial(_adjusted, how=how), lambda logits: logits, logits)
+    logits = jax.lax.cond(asked.limits, partial(_limited, how=how), lambda logits: logits, logits)
     return tensor.argmax(jax.lax.cond(asked.draws, drawn, lambda logits: logits, logits))
 
 
@@ -194,6 +209,15 @@ def _adjusted(logits: Float[Array, "B V"], how: RowSampling) -> Float[Array, "B 
     ids = jnp.where((ids >= 0) & (ids < width), ids, width)  # those of other shards are dropped
     rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
     return logits.at[rows, ids].add(how.added.astype(logits.dtype), mode="drop")
+
+
+def _limited(logits: Float[Array, "B V"], how: RowSampling) -> Float[Array, "B V"]:
+    """The logits, -inf for tokens that a row may not draw."""
+    axes = manual_axes("vocab")
+    first = jax.lax.axis_index(axes) * logits.shape[-1] if axes else 0
+    ids = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    words = jnp.take(how.allowed, ids // 32, axis=1, mode="clip")  # padding of the vocabulary is -inf already
+    return jnp.where((words >> (ids % 32)) & 1 == 1, logits, -jnp.inf)
 
 
 def of_tokens(logits: Float[Array, "B V"], vocab_size: int) -> Float[Array, "B V"]:

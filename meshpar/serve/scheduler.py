@@ -67,6 +67,7 @@ class Request:
       sampling: how tokens are sampled, which the scheduler passes on.
       index: the index among the prompts with the same seed.
       adjustment: what is added to logits; passed on too.
+      constraint: limits the tokens of the answer by those before; passed on too.
       is_scored_only: whether the answer is thrown away: its one token is computed, and not shown.
       scores: whether each token of the answer is scored.
       scores_prompt: whether those of the prompt are too. Then no page of another request is reused for it.
@@ -77,6 +78,7 @@ class Request:
     sampling: Any = None
     index: int = 0
     adjustment: Any = None
+    constraint: Any = None
     is_scored_only: bool = False
     scores: bool = False
     scores_prompt: bool = False

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from meshpar.errors import RunError
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.generator import Piece
 from meshpar.serve.scheduler import Capacity, Computed, Plan, Request, Scheduler
@@ -43,6 +44,10 @@ class Observer:
         """The end of an answer."""
 
 
+class GrammarError(RunError):
+    """The grammar of a request became too complex while its answer was written."""
+
+
 class UnavailableError(Exception):
     """The service accepts no requests: it is shutting down, or it has failed."""
 
@@ -70,6 +75,7 @@ class Answers:
 
         Raises:
           UnavailableError: the service failed.
+          GrammarError: the grammar of an answer became too complex.
         """
         try:
             missing = len(self.requests)
@@ -120,7 +126,8 @@ class Service:
         return "draining" if self.is_draining else "ok"
 
     def submit(
-        self, requests: Sequence[Request], stop: Sequence[str] = (), per_prompt: int = 1, ends: Collection[int] = ()
+        self, requests: Sequence[Request], stop: Sequence[str] = (), per_prompt: int = 1, ends: Collection[int] = (),
+        kept: Collection[int] = (),
     ) -> Answers:  # fmt: skip
         """Adds requests to the queue, all or none.
 
@@ -128,6 +135,7 @@ class Service:
           stop: texts before which each answer ends.
           per_prompt: see `Answers`.
           ends: ids that end each answer, besides those of the model.
+          kept: see `Answer`.
 
         Raises:
           QueueFullError: they do not fit into the queue.
@@ -137,7 +145,7 @@ class Service:
             raise UnavailableError(f"the server is {self.status}")
         self.scheduler.submit(requests)
         own = (self._tokenizer.bos, self._tokenizer.eos) if self._ends is None else self._ends
-        answers = [Answer(self._tokenizer, stop, one.num_shown, {*own, *ends}, one.prompt) for one in requests]
+        answers = [Answer(self._tokenizer, stop, one.num_shown, {*own, *ends}, one.prompt, kept) for one in requests]
         group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests), per_prompt)
         self._running.update({request: (group, i) for i, request in enumerate(requests)})
         self._submitted.set()
@@ -194,6 +202,10 @@ class Service:
         text = answer.add(token)
         if score is not None and len(answer.scores) < len(answer.tokens):
             answer.scores.append(score)
+        if request.constraint and (problem := request.constraint.error):
+            self._end(request, "cancelled")
+            group.pieces.put_nowait(GrammarError(f"the grammar cannot be followed any more: {problem}"))
+            return
         if answer.finish:
             self._end(request, answer.finish)
         group.pieces.put_nowait(Piece(i, text, answer.finish, len(answer.tokens)))

@@ -25,7 +25,8 @@ from meshpar.errors import MeshparError
 from meshpar.experiment import actions
 from meshpar.experiment.config import Run
 from meshpar.interop.huggingface import open_pretrained
-from meshpar.serve.http.bodies import ChatBody, CompletionBody, parse
+from meshpar.serve.http.bodies import CompletionBody, parse
+from meshpar.serve.http.chat_bodies import ChatBody
 from meshpar.serve.http.errors import ApiError
 from meshpar.train.data import Arrow, Jsonl, Numpy, Parquet, TokenizerFile
 from meshpar.train.data.chat.template import ChatTemplate

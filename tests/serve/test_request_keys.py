@@ -13,7 +13,8 @@ from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chats
 
 from meshpar.serve.engine import Engine
-from meshpar.serve.http.bodies import IGNORED, NEUTRAL, ChatBody, CompletionBody
+from meshpar.serve.http.bodies import IGNORED, NEUTRAL, CompletionBody
+from meshpar.serve.http.chat_bodies import ChatBody
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import Source, open_source
 from tests.chats import UNMARKED, write_tokenizer
@@ -173,11 +174,11 @@ NEEDS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "a", "format": "wav"}, "best_of": 2, "function_call": "auto", "functions": [{"name": "f"}],
     "modalities": ["audio"], "prediction": {"type": "content", "content": "x"}, "reasoning_effort": "high",
-    "response_format": {"type": "json_object"}, "suffix": "x", "tool_choice": "auto", "verbosity": "low",
+    "response_format": {"type": "json_object"}, "suffix": "x", "tool_choice": "required", "verbosity": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}], "web_search_options": {},
 }  # fmt: skip
 HINTS = {"parallel_tool_calls"}
-"""Of tools, which are refused: without them it says nothing."""
+"""Of tools, which this model's template does not render: without them it says nothing."""
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -17,14 +17,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from meshpar.errors import ConfigError
+from meshpar.serve.constraint import Grammar, Grammars
 from meshpar.serve.engine import Engine
-from meshpar.serve.http.bodies import MOST_ANSWERS, Body, ChatBody, CompletionBody, parse
+from meshpar.serve.http.bodies import MOST_ANSWERS, Body, CompletionBody, parse
 from meshpar.serve.http.chat import encode_chat
+from meshpar.serve.http.chat_bodies import ChatBody
 from meshpar.serve.http.errors import HANDLERS, ApiError
 from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.metrics import Metrics
 from meshpar.serve.http.replies import Stream, complete, usage
-from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape
+from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape, Toolbox
+from meshpar.serve.http.tools import form_of
 from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Service
@@ -68,6 +72,11 @@ class Endpoints:
     scores: bool = True
     scores_prompts: bool = True
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Reads the grammars of requests."""
+        return Grammars(self.source.tokenizer, self.vocab_size, self.source.ends)
+
     def app(self) -> Starlette:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -99,10 +108,32 @@ class Endpoints:
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions", code="no_chat_template")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = body.chat_template_kwargs
-        prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, options=options)
+        toolbox, grammar = await asyncio.to_thread(self._toolbox, body, self.template, tokenizer)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if toolbox else None
+        prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, tools=tools, options=options)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        shape = ChatShape(self.name, Texts(tokenizer, body.num_ranked))
-        return await self._answer(http, body, [prompt], shape, max_tokens)
+        shape = ChatShape(self.name, Texts(tokenizer, body.num_ranked), toolbox)
+        return await self._answer(http, body, [prompt], shape, max_tokens, grammar)
+
+    def _toolbox(
+        self, body: ChatBody, template: ChatTemplate, tokenizer: TokenizerFile
+    ) -> tuple[Toolbox | None, Grammar | None]:
+        """The tools that an answer may call, and the grammar of a call if it must."""
+        tools = [tool.function.model_dump(exclude_none=True) for tool in body.callable]
+        if not tools:
+            return None, None
+        form = form_of(template)
+        if form is None:
+            what = "tools: the model's chat template renders no tools, or writes calls in a form that is not known"
+            raise ApiError(400, f"{what}; leave them out", "tools")
+        ids = {token: tokenizer.id_of(token) for token in tokenizer.special_tokens}
+        special = {token: index for token, index in ids.items() if index is not None and token in form.marks}
+        grammar = None
+        if body.must_call:
+            with _named("tool_choice"):
+                grammar = self.grammars.of_lark(form.grammar(tools, special))
+        names = tuple(tool["name"] for tool in tools)
+        return Toolbox(form, names, body.parallel_tool_calls is not False, frozenset(special.values())), grammar
 
     async def models(self, http: HttpRequest) -> Response:
         """`/v1/models`."""
@@ -134,18 +165,27 @@ class Endpoints:
     # How a request is answered --------------------------------------------------------------------------------------
 
     async def _answer(
-        self, http: HttpRequest, body: Body, prompts: Sequence[Sequence[int]], shape: Shape, max_tokens: int | None
-    ) -> Response:
+        self, http: HttpRequest, body: Body, prompts: Sequence[Sequence[int]], shape: Shape, max_tokens: int | None,
+        grammar: Grammar | None = None,
+    ) -> Response:  # fmt: skip
         if body.model not in (None, self.name):
             raise ApiError(404, f"there is no model {body.model!r}, only {self.name!r}", "model", "model_not_found")
-        requests = self._requests(body, prompts, max_tokens)
+        grammar = grammar or await asyncio.to_thread(self._grammar, body)
+        requests = self._requests(body, prompts, max_tokens, grammar)
         answers = self.service.submit(requests, body.stop, body.n or 1, body.stop_token_ids or ())
         if body.stream:
             return Stream(answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage))
         await complete(http, answers)
         return JSONResponse(shape.response(answers) | {"usage": usage(answers)})
 
-    def _requests(self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> list[Request]:
+    def _grammar(self, body: Body) -> Grammar | None:
+        """What the answer follows, if the request says so."""
+        with _named("structured_outputs" if body.structured_outputs else "response_format"):
+            return body.grammar(self.grammars)
+
+    def _requests(
+        self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None, grammar: Grammar | None
+    ) -> list[Request]:
         num_answers = body.n or 1
         most = min(MOST_ANSWERS, self.service.scheduler.capacity.max_queue)
         if not 0 < len(prompts) * num_answers <= most:
@@ -171,6 +211,7 @@ class Endpoints:
                 sampling=sampling,
                 index=i,
                 adjustment=adjustment,
+                constraint=grammar and grammar.constraint(),
                 is_scored_only=most == 0,
                 scores=scores,
                 scores_prompt=scores and body.echoes,
@@ -228,6 +269,15 @@ def endpoints_of(
     return Endpoints(
         service, metrics, source, name, engine.vocab_size, template, default, token, hosts, scores, of_prompts
     )
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Names the key of a request in an error of its grammar."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ApiError(400, f"{key}: {error}", key) from None
 
 
 async def _body(http: HttpRequest) -> bytes:

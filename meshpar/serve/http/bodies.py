@@ -12,11 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from meshpar.errors import nearest
 from meshpar.serve.adjust import MOST_BIASED, Adjustment
+from meshpar.serve.constraint import Grammar, Grammars
 from meshpar.serve.http.errors import ApiError
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scores import MOST_RANKED
 from meshpar.train.data.special_tokens import SamplingDefaults
 
+LONGEST_GRAMMAR = 100_000
+"""The most characters of a grammar or a regular expression."""
 MOST_ANSWERS = 128
 """The most answers of a request: prompts times `n`."""
 
@@ -41,8 +44,34 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
+class Structured(BaseModel):
+    """What an answer must match, one of these: not OpenAI's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    regex: Annotated[str | None, Field(min_length=1, max_length=LONGEST_GRAMMAR)] = None
+    grammar: Annotated[str | None, Field(min_length=1, max_length=LONGEST_GRAMMAR)] = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="json")
+
+    @model_validator(mode="after")
+    def _one(self) -> Structured:
+        if sum(one is not None for one in (self.regex, self.grammar, self.json_schema)) != 1:
+            raise ValueError("has one key: regex, grammar or json")
+        return self
+
+    def grammar_of(self, grammars: Grammars) -> Grammar:
+        """The grammar, which is checked."""
+        if self.regex is not None:
+            return grammars.of_regex(self.regex)
+        if self.grammar is not None:
+            return grammars.of_lark(self.grammar)
+        return grammars.of_schema(self.json_schema or {})
+
+
 class Body(BaseModel):
-    """The keys that completions and chats share. `top_k`, `min_p` and `stop_token_ids` are not OpenAI's."""
+    """The keys that completions and chats share.
+
+    `top_k`, `min_p`, `stop_token_ids` and `structured_outputs` are not OpenAI's.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -60,6 +89,7 @@ class Body(BaseModel):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=MOST_BIASED)] = (
         None
     )
+    structured_outputs: Structured | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -86,6 +116,14 @@ class Body(BaseModel):
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
+
+    def grammar(self, grammars: Grammars) -> Grammar | None:
+        """What the answer must match, if the request says it.
+
+        Raises:
+          ConfigError: the grammar has an error.
+        """
+        return self.structured_outputs and self.structured_outputs.grammar_of(grammars)
 
     @property
     def adjustment(self) -> Adjustment:
@@ -156,54 +194,6 @@ class CompletionBody(Body):
     def _prompts(cls, value: Any) -> Any:
         is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
         return [value] if is_one else value
-
-
-class TextPart(BaseModel):
-    """A part of a message. Other kinds, such as images, are not supported."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    type: Annotated[str, Field(pattern="^text$")]
-    text: str
-
-
-class Message(BaseModel):
-    """A message of a chat. The template decides which roles there are."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    role: str
-    content: str
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nothing(cls, data: Any) -> Any:
-        """Removes keys whose values are null: clients send back answers with keys such as `refusal`."""
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, value: Any) -> Any:
-        return "".join(TextPart.model_validate(part).text for part in value) if isinstance(value, list) else value
-
-
-class ChatBody(Body):
-    """The body of `/v1/chat/completions`. `chat_template_kwargs`, variables of the template, are not OpenAI's."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_RANKED)] = None
-
-    @property
-    def num_ranked(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs else None
-
-    @model_validator(mode="after")
-    def _check(self) -> ChatBody:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: has no effect without logprobs; add logprobs: true")
-        return self
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshpar.errors import ConfigError
-from meshpar.train.data.chat.conversations import forged
+from meshpar.train.data.chat.conversations import forged, with_parsed_arguments
 from meshpar.train.data.chat.template import ChatTemplate
 from meshpar.train.data.tokenizer import TokenizerFile
 
@@ -20,9 +20,22 @@ def encode_chat(
       settings: of `ChatTemplate.rendered`.
 
     Raises:
-      ConfigError: a message contains the text of a special token. It could forge the end of its turn, and another role.
+      ConfigError: the arguments of a call are no JSON object, or a message contains the text of a special token. It
+        could forge the end of its turn, and another role.
     """
+    messages = [_with_objects(message, number) for number, message in enumerate(messages)]
     for number, message in enumerate(messages):
         if found := forged(message, tokenizer.special_tokens):
             raise ConfigError(f"messages.{number}: contains {found!r}, a special token of the model")
     return tokenizer.encode_special(template.render(messages, **settings)).tolist()
+
+
+def _with_objects(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """A message whose calls have arguments as objects, which templates expect."""
+    if not message.get("tool_calls"):
+        return message
+    try:
+        calls = with_parsed_arguments(message["tool_calls"], f"messages.{number}")
+    except ValueError as error:
+        raise ConfigError(str(error.args[0])) from None
+    return {**message, "tool_calls": calls}

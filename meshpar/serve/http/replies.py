@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from meshpar.serve.http.errors import ApiError
 from meshpar.serve.http.shapes import Shape
-from meshpar.serve.service import Answers, UnavailableError
+from meshpar.serve.service import Answers, GrammarError, UnavailableError
 
 
 async def complete(http: Request, answers: Answers) -> None:
@@ -61,20 +61,27 @@ class Stream(StreamingResponse):
     async def _events(self) -> AsyncIterator[str]:
         for i in range(len(self.answers.requests)):
             for choice in self.shape.opening(i):
-                yield _event(self.shape.event([choice]))
+                yield self._part([choice])
         try:
             sent = [0] * len(self.answers.requests)  # tokens of each answer
             async for piece in self.answers.stream():
                 if piece.text or piece.finish:
                     delta = self.shape.delta(piece, self.answers, sent[piece.row])
                     sent[piece.row] = piece.num_tokens
-                    yield _event(self.shape.event([delta]))
+                    yield self._part([delta])
         except UnavailableError as error:
             yield _event(ApiError(503, str(error)).body)
+            return
+        except GrammarError as error:
+            yield _event(ApiError(400, str(error)).body)
             return
         if self.with_usage:
             yield _event(self.shape.event([]) | {"usage": usage(self.answers)})
         yield "data: [DONE]\n\n"
+
+    def _part(self, choices: list[dict[str, Any]]) -> str:
+        """An event before the last one, whose usage is null, as in OpenAI's API."""
+        return _event(self.shape.event(choices) | ({"usage": None} if self.with_usage else {}))
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -6,11 +6,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.generator import Piece
 from meshpar.serve.http.logprobs import Texts
+from meshpar.serve.http.tools import Form, read_calls
 from meshpar.serve.service import Answers
 
 FINISH: dict[Finish | None, str | None] = {"stop": "stop", "end": "stop", "length": "length", None: None}
@@ -93,6 +95,27 @@ class CompletionShape(Shape):
         return (decoded if text is None else text) + following
 
 
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools that an answer may call.
+
+    Args:
+      form: how the model writes calls.
+      names: those of the functions.
+      is_parallel: whether an answer may have several calls; if not, only the first counts.
+      marks: the special tokens of the form, whose texts are needed to read calls.
+    """
+
+    form: Form
+    names: tuple[str, ...]
+    is_parallel: bool
+    marks: frozenset[int]
+
+    def read(self, answer: Answer) -> tuple[str, list[dict[str, Any]]]:
+        """The content and the calls of a complete answer. Without calls it is the answer's text."""
+        return read_calls(self.form, answer.text, self.names, self.is_parallel)
+
+
 class ChatShape(Shape):
     """The objects of `/v1/chat/completions`."""
 
@@ -100,19 +123,42 @@ class ChatShape(Shape):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
+    def __init__(self, model: str, texts: Texts, toolbox: Toolbox | None = None):
+        super().__init__(model, texts)
+        self.toolbox = toolbox
+        self._shown: dict[int, int] = {}  # characters of each answer that were sent, if it may have calls
+
     def choice(self, index: int, answers: Answers) -> dict[str, Any]:
         answer = answers.answers[index]
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        content, calls = self.toolbox.read(answer) if self.toolbox else (answer.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
         logprobs = self.texts.chat(answer, answers.requests[index].prompt)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": FINISH[answer.finish]}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _finish(answer, calls)}
 
     def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
         answer, prompt = answers.answers[piece.row], answers.requests[piece.row].prompt
         logprobs = self.texts.chat(answer, prompt, num_sent, piece.num_tokens)
-        return _part(piece.row, {"content": piece.text}, logprobs, FINISH[piece.finish])
+        if self.toolbox is None:
+            return _part(piece.row, {"content": piece.text}, logprobs, FINISH[piece.finish])
+        shown = self._shown.get(piece.row, 0)
+        if piece.finish is None:
+            end = max(shown, self.toolbox.form.begin(answer.shown))
+            self._shown[piece.row] = end
+            return _part(piece.row, {"content": answer.shown[shown:end]}, logprobs, None)
+        content, calls = self.toolbox.read(answer)
+        delta: dict[str, Any] = {"content": content[shown:]}
+        if calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+        return _part(piece.row, delta, logprobs, _finish(answer, calls))
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [_part(index, {"role": "assistant", "content": ""}, None, None)]
+
+
+def _finish(answer: Answer, calls: Sequence[Any]) -> str | None:
+    return "tool_calls" if calls and answer.finish != "length" else FINISH[answer.finish]
 
 
 def _completion(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import takewhile
@@ -169,6 +169,11 @@ class TokenizerFile(Config):
         with _failing_as(lambda error: DataError(f"cannot be decoded by {self.path}: {error}")):
             return self._library.decode([i for i in ids if i <= self._last], skip_special_tokens=False)
 
+    def decode_keeping(self, ids: Iterable[int], kept: Collection[int]) -> str:
+        """As `decode`, with the texts of those special tokens that are kept."""
+        special = self._library.get_added_tokens_decoder()
+        return self.decode_special(i for i in ids if i in kept or not (i in special and special[i].special))
+
     @property
     def opening(self) -> tuple[int, ...]:
         """The special ids that the file's template inserts before a text; some models were trained without any.
@@ -179,6 +184,10 @@ class TokenizerFile(Config):
             encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
+
+    def as_json(self) -> str:
+        """The content of a `tokenizer.json` like this one."""
+        return self._library.to_str()
 
     def opening_with_bos(self) -> str:
         """The content of a `tokenizer.json` like this one, which opens each text with `bos`, if the file has it."""
@@ -195,6 +204,10 @@ class TokenizerFile(Config):
     def special_tokens(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
         return tuple(t.content for t in self._library.get_added_tokens_decoder().values() if t.special)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if there is none."""
+        return self._library.token_to_id(token)
 
     def token(self, index: int) -> str | None:
         """The token of an id; None if the id is unused."""

@@ -1,0 +1,295 @@
+"""Answers that follow a grammar, and calls of tools, as OpenAI's client asks for them. The model has random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import jsonschema
+import openai
+import pytest
+
+from meshpar.errors import ConfigError
+from meshpar.serve.answer import Answer
+from meshpar.serve.constraint import Grammars
+from meshpar.serve.generator import Piece
+from meshpar.serve.http.logprobs import Texts
+from meshpar.serve.http.shapes import ChatShape, Toolbox
+from meshpar.serve.http.tools import Form, Hermes, Llama3, Mistral, form_of, read_calls
+from meshpar.serve.open_engine import open_engine
+from meshpar.serve.scheduler import Request
+from meshpar.serve.source import open_source
+from meshpar.train.data.chat.template import ChatTemplate
+from tests.chats import UNMARKED, write_tokenizer
+from tests.interop.pretrained import SIZES, saved_with
+from tests.serve.client import serving
+
+MESH = ["mesh.data=2", "mesh.tensor=4", "rules=[megatron]", "rules.kv_heads=[]"]
+TOOLS_TEXT = """\
+{% if tools %}{% for tool in tools %}{{ tool.function.name }}: {{ tool | tojson }}
+{% endfor %}<tool_call>{% endif %}"""
+CONFIG: dict[str, Any] = {
+    **SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "bos_token_id": 0,
+    "eos_token_id": 2, "tie_word_embeddings": True, "rope_theta": 1e4, "max_position_embeddings": 512,
+}  # fmt: skip
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["city", "is_big", "size"],
+    "properties": {"city": {"enum": ["Lima", "Rome"]}, "is_big": {"type": "boolean"},
+                   "size": {"type": "string", "pattern": "^[0-9]{2}$"}},
+}  # fmt: skip
+WEATHER = {
+    "type": "object", "additionalProperties": False, "required": ["city"],
+    "properties": {"city": {"enum": ["Lima", "Rome"]}},
+}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+MESSAGES: Any = [{"role": "user", "content": "Where?"}]
+CALLED: Any = [
+    *MESSAGES,
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "noon"},
+]
+
+
+class Served:
+    """A model with 300 tokens and random weights, on eight devices."""
+
+    def __init__(self, folder: Path):
+        self.source = open_source(folder, MESH)
+        self.engine = open_engine(self.source, slots=4, max_len=512, page_size=16, chunk=64)
+
+    def ask(self, scene: Callable[[openai.AsyncOpenAI], Any]) -> Any:
+        async def inside() -> Any:
+            async with serving(self.engine, self.source) as server:
+                transport = httpx2.ASGITransport(app=server.app)
+                client = httpx2.AsyncClient(transport=transport)
+                async with openai.AsyncOpenAI(
+                    base_url="http://server/v1", api_key="none", http_client=client, max_retries=0
+                ) as asking:
+                    return await scene(asking)
+
+        return asyncio.run(inside())
+
+    def chat(self, messages: Any = MESSAGES, **settings: Any) -> Any:
+        return self.ask(lambda client: client.chat.completions.create(model="tiny", messages=messages, **settings))
+
+    def refusal(self, messages: Any = MESSAGES, **settings: Any) -> str:
+        with pytest.raises(openai.BadRequestError) as found:
+            self.chat(messages, **settings)
+        return found.value.body["message"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Served:
+    folder = saved_with(CONFIG, tmp_path_factory.mktemp("models") / "tiny")
+    write_tokenizer(folder, TOOLS_TEXT + UNMARKED.replace("message.content", "(message.content or '')"))
+    return Served(folder)
+
+
+def test_an_answer_follows_its_schema_greedy_sampled_streamed_and_several(served):
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+
+    async def scene(client: openai.AsyncOpenAI) -> list[str]:
+        create = client.chat.completions.create
+        asked: Any = {"model": "tiny", "messages": MESSAGES, "response_format": form, "max_tokens": 200}
+        whole = await create(**asked, temperature=0)
+        several = await create(**asked, temperature=1, seed=1, n=3)
+        streamed = await create(**asked, temperature=0, stream=True)
+        texts = [one.message.content for one in [*whole.choices, *several.choices]]
+        assert {one.finish_reason for one in [*whole.choices, *several.choices]} == {"stop"}
+        return [*texts, "".join([event.choices[0].delta.content or "" async for event in streamed])]
+
+    texts = served.ask(scene)
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert texts[-1] == texts[0]
+    assert len(set(texts)) > 1
+    free = served.chat(temperature=0, max_tokens=20).choices[0].message.content
+    with pytest.raises(ValueError, match=r"Expecting|Extra"):
+        json.loads(free)  # without the grammar the answer is another one
+
+
+def test_json_objects_expressions_and_grammars(served):
+    text = served.chat(response_format={"type": "json_object"}, temperature=0, max_tokens=300, logit_bias={"1": -100})
+    assert text.choices[0].message.content.startswith("{")
+
+    def completed(**structured: Any) -> str:
+        body = {"structured_outputs": structured}
+        create = lambda client: client.completions.create(
+            model="tiny", prompt="It is", temperature=0, max_tokens=40, extra_body=body
+        )
+        choice = served.ask(create).choices[0]
+        assert choice.finish_reason == "stop"
+        return choice.text
+
+    assert completed(regex="(Lima|Rome)!{3}") in ("Lima!!!", "Rome!!!")
+    assert completed(grammar='start: "x" ("y" | "z") "!"') in ("xy!", "xz!")
+    assert completed(json={"const": [1, 2]}).replace(" ", "") == "[1,2]"
+
+
+def test_a_grammar_with_an_error_is_refused_and_one_that_explodes_ends(served):
+    ask = lambda **structured: served.refusal(extra_body={"structured_outputs": structured})
+    assert "the grammar cannot be followed" in ask(regex="(")
+    assert "lookahead" in ask(regex="(?=x)y").replace("look-around", "lookahead")
+    assert "unknown name" in ask(grammar="start: x")
+    assert 'Unimplemented keys: ["uniqueItems"]' in ask(json={"type": "array", "uniqueItems": True})
+    assert "has one key" in ask(regex="a", grammar="b")
+    start = time.monotonic()
+    for heavy in ("((a{1,1000}){1,1000}b){1,1000}", "(a|b)*a(a|b){400}"):
+        with suppress(openai.BadRequestError):
+            served.chat(extra_body={"structured_outputs": {"regex": heavy}}, max_tokens=3, temperature=0)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_must_call_a_tool(stream, served):
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked: Any = {"tools": TOOLS, "tool_choice": named, "temperature": 0, "max_tokens": 200}
+
+    async def streamed(client: openai.AsyncOpenAI) -> Any:
+        events = await client.chat.completions.create(model="tiny", messages=MESSAGES, **asked, stream=True)
+        parts = [event.choices[0] async for event in events]
+        assert "".join(part.delta.content or "" for part in parts) == ""
+        return [call for part in parts for call in part.delta.tool_calls or ()], parts[-1].finish_reason
+
+    if stream:
+        calls, finish = served.ask(streamed)
+    else:
+        choice = served.chat(**asked).choices[0]
+        assert choice.message.content is None
+        calls, finish = choice.message.tool_calls, choice.finish_reason
+    assert [call.function.name for call in calls] == ["weather"]
+    jsonschema.validate(json.loads(calls[0].function.arguments), WEATHER)
+    assert finish == "tool_calls"
+
+
+def test_tools_and_calls_are_rendered_by_the_template(served):
+    base = served.chat(max_tokens=1).usage.prompt_tokens
+    assert served.chat(max_tokens=1, tools=TOOLS).usage.prompt_tokens > base + 40
+    assert served.chat(CALLED, max_tokens=1, tools=TOOLS, tool_choice="none").choices[0].finish_reason == "length"
+    wrong = [
+        *CALLED[:1],
+        {**CALLED[1], "tool_calls": [{**CALLED[1]["tool_calls"][0], "function": {"name": "f", "arguments": "["}}]},
+    ]
+    assert "the arguments of f: no JSON object" in served.refusal(wrong)
+    assert "no tool is called 'g'" in served.refusal(
+        tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}
+    )
+    assert "required needs tools" in served.refusal(tool_choice="required")
+    both = {"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"}
+    assert "follows one of" in served.refusal(**both)
+
+
+@pytest.fixture
+def tokenizer(served) -> Any:
+    return served.source.tokenizer
+
+
+TEMPLATES = {
+    "<tool_call>{{ tools }}": Hermes, "[TOOL_CALLS]{{ tools }}": Mistral, "{{ tools }}": None, "no": None,
+    '{{ tools }} respond with {"name": function name, "parameters": dictionary}': Llama3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEMPLATES)
+def test_the_form_of_calls_is_that_of_the_template(text):
+    found, kind = form_of(ChatTemplate(text, {})), TEMPLATES[text]
+    assert found is None if kind is None else isinstance(found, kind)
+
+
+ONE = {"Lima": '{"city": "Lima"}'}
+WRITTEN: dict[str, tuple[Form, str, tuple[str, int]]] = {
+    "hermes": (Hermes(), 'So: <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', ("So:", 1)),
+    "two": (
+        Hermes(),
+        '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        ("", 2),
+    ),
+    "cut": (Hermes(), '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', 0)),
+    "of nobody": (Hermes(), '<tool_call>{"name": "g"}</tool_call>', ('<tool_call>{"name": "g"}</tool_call>', 0)),
+    "llama": (Llama3(), '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', ("", 1)),
+    "llamas": (Llama3(), '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}', ("", 2)),
+    "text": (Llama3(), "It is noon.", ("It is noon.", 0)),
+    "mistral": (Mistral(), 'Well [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]', ("Well", 1)),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_calls_are_read_in_each_form(case):
+    form, text, (content, number) = WRITTEN[case]
+    found, calls = read_calls(form, text, ["f"], is_parallel=True)
+    assert (found, len(calls)) == (content, number)
+    assert len(read_calls(form, text, ["f"], is_parallel=False)[1]) == min(1, number)
+    begins = [form.begin(text[:n]) for n in range(1, len(text) + 1)]
+    assert all(a <= b for a, b in pairwise(begins)), "what was sent is not taken back"
+
+
+@pytest.mark.parametrize("stop", [(), ("STOP",)])
+@pytest.mark.parametrize("case", WRITTEN)
+def test_streamed_parts_join_to_the_whole_answer(case, stop, tokenizer):
+    """With characters of several tokens, and texts that may be the beginning of a stop string or of a call."""
+    form, text, (_, number) = WRITTEN[case]
+    text = f"né STO 模 {text} STOP, never" if stop else text
+    request = Request(prompt=tokenizer.encode("Where?").tolist(), max_tokens=500)
+    toolbox = Toolbox(form, ("f",), True, frozenset())
+    shape = ChatShape("m", Texts(tokenizer, None), toolbox)
+    answer = Answer(tokenizer, stop, 500, (), request.prompt)
+    answers: Any = SimpleNamespace(answers=[answer], requests=[request])
+    tokens = tokenizer.encode(text).tolist()
+    deltas = []
+    for i, token in enumerate(tokens):
+        piece = answer.add(token)
+        answer.finish = answer.finish or ("end" if i == len(tokens) - 1 else None)
+        deltas.append(shape.delta(Piece(0, piece, answer.finish, i), answers, 0)["delta"])
+        if answer.finish:
+            break
+    whole = shape.choice(0, answers)["message"]
+    assert "".join(delta["content"] for delta in deltas) == (whole["content"] or "")
+    assert len(deltas[-1].get("tool_calls", ())) == len(whole.get("tool_calls", ()))
+    assert stop or len(whole.get("tool_calls", ())) == number
+    assert "STOP" not in (whole["content"] or "")
+
+
+def test_the_texts_of_marks_are_kept_and_of_other_special_tokens_dropped(tokenizer):
+    eos, a = tokenizer.eos, tokenizer.encode("a").tolist()
+    assert tokenizer.decode_keeping([*a, eos, *a], {eos}) == tokenizer.decode_special([*a, eos, *a])
+    assert tokenizer.decode_keeping([*a, eos, *a], {a[0]}) == tokenizer.decode([*a, *a])
+
+
+@pytest.mark.parametrize("form", [Hermes(), Llama3(), Mistral()])
+def test_the_grammar_of_a_call_is_read_back(form, served):
+    from llguidance import LLMatcher
+
+    grammars = Grammars(served.source.tokenizer, 320, {2})
+    tools = [tool["function"] for tool in TOOLS]
+    text = form.grammar(tools, {})
+    grammars.of_lark(text)
+    written = {
+        Hermes: '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        Llama3: '{"name": "now", "parameters": {}}',
+        Mistral: '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
+    }[type(form)]
+    matcher = LLMatcher(grammars.tokens, text)
+    assert matcher.consume_tokens(served.source.tokenizer.encode(written).tolist())
+    assert matcher.is_accepting()
+    assert len(read_calls(form, written, ["now"], is_parallel=True)[1]) == 1
+    other = LLMatcher(grammars.tokens, text, log_level=0)
+    assert not other.consume_tokens(served.source.tokenizer.encode(written.replace("now", "nox")).tolist())
+
+
+def test_a_model_without_ends_has_no_grammars(served):
+    with pytest.raises(ConfigError, match="an id that ends an answer"):
+        Grammars(served.source.tokenizer, 320, ()).of_lark('start: "a"')
