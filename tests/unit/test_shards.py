@@ -417,6 +417,7 @@ CONFIG = """\
 model: {kind: llama, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, vocab_size: 320}
 data: {kind: jsonl, path: texts, tokenizer: tokenizer.json, seq_len: 16, batch_size: 8, held_out_fraction: 0.25}
 optim: {kind: adamw, lr: 1e-2}
+mesh: {data: -1}
 num_steps: 2
 run_dir: run
 """

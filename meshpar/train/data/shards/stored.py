@@ -29,6 +29,7 @@ class SideWriter:
     ...     writer.add(np.array([7, 8]))
     >>> writer.num_tokens, (Path(folder.name) / "train.ids").read_bytes()
     (3, b'\\x00\\x07\\x08')
+    >>> folder.cleanup()
     """
 
     def __init__(self, path: Path, dtype: np.dtype):
