@@ -199,6 +199,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(one):
         assert len(pieces) > 4
         assert [event["choices"][0]["finish_reason"] for event in pieces][-2:] == [None, "length"]
         assert end["choices"] == []
+        assert all(event["usage"] is None for event in pieces)
         assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 8
 
     run(one, scene)

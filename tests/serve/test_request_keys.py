@@ -31,7 +31,7 @@ class Served:
     """A tiny Llama of transformers, and a server of it."""
 
     def __init__(self, folder: Any):
-        write_tokenizer(folder, UNMARKED)
+        write_tokenizer(folder, UNMARKED + "{{ greeting }}")
         source: Source = open_source(folder, ["mesh.data=2", "mesh.tensor=4", "rules=megatron"])
         self.theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         engine = open_engine(source, slots=4, max_len=48, page_size=4, chunk=4, ngrams=1, num_drafts=2)
@@ -163,19 +163,23 @@ WORKS: dict[str, Any] = {
     "echo": True, "frequency_penalty": 2.0, "presence_penalty": 2.0, "logit_bias": {"7": 100}, "logprobs": 1,
     "max_tokens": 2, "max_completion_tokens": 2, "n": 2, "temperature": 1.0, "top_p": 0.5, "seed": 3, "stop": ["x"],
     "stream": True, "stream_options": {"include_usage": True}, "top_logprobs": 1, "model": "other", "prompt": [5],
-    "messages": [{"role": "user", "content": "Thanks"}],
+    "messages": [{"role": "user", "content": "Thanks"}], "top_k": 1, "min_p": 1.0, "parse_special": False,
+    "stop_token_ids": [7], "chat_template_kwargs": {"greeting": "Hi"},
 }  # fmt: skip
-"""Keys that act -> a value that changes the answer, beside those of `NEEDS`."""
+"""Keys that act, OpenAI's and others -> a value that changes the answer, beside those of `NEEDS`."""
 NEEDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "seed": 1}, "seed": {"temperature": 1.0}, "temperature": {"seed": 1},
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
     "frequency_penalty": {"max_tokens": 20}, "presence_penalty": {"max_tokens": 20},
+    "top_k": {"temperature": 9.0, "seed": 1}, "min_p": {"temperature": 9.0, "seed": 1},
+    "parse_special": {"prompt": "<|im_end|> yes"}, "stop_token_ids": {"logit_bias": {"7": 100}},
 }  # fmt: skip
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "a", "format": "wav"}, "best_of": 2, "function_call": "auto", "functions": [{"name": "f"}],
     "modalities": ["audio"], "prediction": {"type": "content", "content": "x"}, "reasoning_effort": "high",
     "response_format": {"type": "json_object"}, "suffix": "x", "tool_choice": "required", "verbosity": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}], "web_search_options": {},
+    "structured_outputs": {"regex": "!+"},  # as response_format it needs an id that ends an answer, which this has not
 }  # fmt: skip
 HINTS = {"parallel_tool_calls"}
 """Of tools, which this model's template does not render: without them it says nothing."""
@@ -189,7 +193,7 @@ HINTS = {"parallel_tool_calls"}
     ],
 )
 def test_each_key_of_openais_api_acts_or_is_refused_by_name(path, params, body, served):
-    keys = set(params.__annotations__) | {"stream"}
+    keys = set(params.__annotations__) | {"stream"} | set(body.model_fields)
     newer = keys - set(body.model_fields) - set(NEUTRAL) - set(IGNORED)
     base: Any = {"temperature": 0, "max_tokens": 4}
     base |= {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
@@ -214,6 +218,7 @@ def test_each_key_of_openais_api_acts_or_is_refused_by_name(path, params, body, 
                 value = [(first["text"] if "text" in first else first["message"]["content"])[-1]]
             changed = await choices(client, needed | {key: value})
             assert key in body.model_fields, key
+            assert isinstance(changed, list) or key == "model", key
             if key == "seed":
                 assert changed == await choices(client, needed | {key: value})
             assert changed != await choices(client, needed), key

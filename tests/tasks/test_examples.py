@@ -12,7 +12,7 @@ from meshpar.experiment.config import load
 from tests.tasks import runs
 
 FOLDER = Path(__file__).parents[2] / "configs" / "examples"
-DECODERS = {"prefer_polite", "grow_polite", "grow_polite_start"}
+DECODERS = {"prefer_polite", "prefer_polite_orpo", "grow_polite", "grow_polite_start"}
 """Train one of meshpar's models: `test_preferences.py`, `test_grpo.py`."""
 EXAMPLES = sorted({path.stem for path in FOLDER.glob("*.yaml")} - DECODERS)
 LEARNED = {

@@ -182,12 +182,15 @@ def evaluations(run_dir: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "evaluation"]
 
 
-def test_the_example_learns_the_style(example, command):
-    assert command(*example, "mesh={data: 8}", "rules=replicated", "run_dir=run").code == 0
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
+def test_the_example_learns_the_style(loss, example, command):
+    verb, config, *small = example
+    config = config if loss == "dpo" else config.replace(".yaml", "_orpo.yaml")
+    assert command(verb, config, *small, "mesh={data: 8}", "rules=replicated", "run_dir=run").code == 0
     last = evaluations("run")[-1]
     assert last["reward_accuracy"] > 0.9 and last["reward_margin"] > 0
-    said = command("explain", *example[1:])
-    assert "the reference is a second copy of the first parameters: " in said.out
+    said = command("explain", config, *small)
+    assert ("the reference is a second copy of the first parameters: " in said.out) == (loss == "dpo")
 
 
 @pytest.mark.slow
