@@ -326,7 +326,6 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         carried=model.carried,
         init_carried=model.init_carried,
         key=partial(step_key, run.seed) if model.uses_rng else None,
-        stages=model.parts,
         has_own_arrays=model.has_own_arrays,
         is_of_whole_arrays=model.is_of_whole_arrays,
         frozen=frozen,

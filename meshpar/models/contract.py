@@ -21,7 +21,6 @@ from meshpar.nn.lora import LoRA
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.outputs import Outputs
-from meshpar.parallel.pipeline.model import PipelineModel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -111,7 +110,6 @@ class ModelProgram:
       uses_rng: whether `loss` draws random numbers.
       state: parameters that each step changes without a gradient; None if there are none.
       has_own_arrays: platform -> whether its steps are faster with arrays for each layer instead of stacks.
-      parts: the model's parts for a pipeline; None if it cannot be divided into stages.
       of_rows: see `Training`.
       bounds: array of labels -> the number of classes.
       has_reference: whether the loss needs the first parameters, in the carried state.
@@ -125,7 +123,6 @@ class ModelProgram:
     rules: AxisRules
     forward: Callable[..., Outputs] | None = None
     uses_rng: bool = False
-    parts: PipelineModel | None = None
     state: StateParams | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}

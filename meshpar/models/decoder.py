@@ -21,12 +21,11 @@ from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.layer_loops import BLOCKS
 from meshpar.nn.lora import LoRA, without_lora
-from meshpar.nn.staged import parts
 from meshpar.nn.supported import check_supported
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
-from meshpar.train.loss import LossConfig, count_targets, next_token_loss, summed_over_tokens
+from meshpar.train.loss import next_token_loss
 from meshpar.train.preferences import carried_reference
 from meshpar.tree import flatten_with_paths
 
@@ -61,9 +60,6 @@ class DecoderModel(Decoder, ModelContract):
         structs = jax.eval_shape(init_arrays, jax.eval_shape(lambda: jax.random.key(0)))
         abstract = nnx.merge(graphs[0], structs)
         forward = functional(abstract, "forward")
-        each = task.loss.each(self.vocab_size, task.distill)
-        plain = LossConfig().each(self.vocab_size)
-        loss, evaluation = (partial(summed_over_tokens, each=one, chunk=task.loss.chunk) for one in (each, plain))
         specs = describe(abstract)
         copies_reference = False
         if answers := task.answers:
@@ -87,7 +83,6 @@ class DecoderModel(Decoder, ModelContract):
             forward=forward,
             uses_rng=self.dropout > 0,
             state=RouterState(self.experts) if self.experts else None,
-            parts=parts(abstract, loss, evaluation, count_targets),
             has_own_arrays=self.has_own_arrays,
             has_reference=copies_reference,
             merged=partial(self._merged, task.adapter) if task.adapter else None,

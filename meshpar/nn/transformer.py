@@ -312,37 +312,12 @@ class Transformer(nnx.Module):
                 rngs, (model.hidden_size, model.padded_vocab), model.hidden_size**-0.5, ("embed", "vocab")
             )
 
-    def embed(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B R D"]:
-        """Returns the input of the first block."""
-        return self._embed(_gathered(self.embedding), batch, key)
-
     def shared(self, batch: Batch, x_BRD: Float[Array, "B R D"]) -> RopeAngles | None:
         """Returns the rotary angles, which all blocks share; None for learned positions."""
         model = self.model
         if model.learned_positions:
             return None
         return rope_angles(batch["positions"], model.rotary_dim, model.rope_theta, x_BRD.dtype, model.rope_scaling)
-
-    def layer(
-        self,
-        params: Any,
-        x_BRD: Float[Array, "B R D"],
-        batch: Batch,
-        rope: RopeAngles | None,
-        key: PRNGKeyArray | None,
-        index: Int[Array, ""],
-    ) -> tuple[Float[Array, "B R D"], Auxiliary]:
-        """Applies the block with this index; `params` are its parameters, nested as `blocks`."""
-        graph, blocks = nnx.split(self.blocks)
-        own = jax.tree.unflatten(jax.tree.structure(blocks), jax.tree.leaves(params))
-        block = nnx.merge(graph, _gathered_layer(own))
-        window = self.model.window_of(index)
-        x_BRD, auxiliary, _ = block(x_BRD, self.model.attention, batch, rope, _fold(key, index), window)
-        return x_BRD, auxiliary.share(self.model.num_layers, index)
-
-    def project(self, x_BRD: Float[Array, "B R D"]) -> Projection:
-        """Returns the projection that computes the logits, from the output of the last block."""
-        return self._project(x_BRD, _gathered(self.embedding) if self.model.tie_embeddings else None)
 
     def __call__(self, batch: Batch, key: PRNGKeyArray | None = None) -> Float[Array, "B S V"]:
         return self.forward(batch, key).logits

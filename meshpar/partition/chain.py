@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr
 
 from meshpar.errors import ShardingError
 from meshpar.partition.blocks import blocks, sunk
-from meshpar.partition.cut import OF_ALL_LAYERS, Argument, Cut, cut_at, is_in
+from meshpar.partition.cut import OF_ALL_LAYERS, Argument, Cut
+from meshpar.partition.cutter import cut_at, is_in
 from meshpar.partition.scans import flattened, half_stacked, scans
 from meshpar.partition.source import Source
 from meshpar.partition.stack import Own, Stack, arguments_of
@@ -98,7 +99,8 @@ def _chain(
     stack = next((s for s in _stacks(flat, arguments, num_params) if {*arguments_of(s.own)} == {*owns[0]}), None)
     if stack is None:
         raise ShardingError("what stands after a stack of layers has no longer the next one")
-    found = cut_at(flat, stack, arguments, num_params, num_batch, num_carried, num_given)
+    is_only = len(owns) == 1 and not num_given
+    found = cut_at(flat, stack, arguments, num_params, num_batch, num_carried, num_given, is_only)
     if len(owns) == 1:
         return found
     message = [Argument("a message", v.aval) for v in found.last.jaxpr.invars[len(found.outer) :]]

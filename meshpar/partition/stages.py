@@ -17,7 +17,7 @@ from meshpar.mesh.varying import varying
 from meshpar.parallel.batch import TEACHER_HEAD, Batch
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.data import gathering_again
-from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.model import CARRIED, LayerCounts, LayerStack, PipelineModel, Totals
 from meshpar.parallel.trainable import is_masked
 from meshpar.partition.chain import cut
@@ -209,6 +209,8 @@ class _StackPlan:
         before = [x.layout if isinstance(x, Placed) else x for x in fixed] + [_row(x.layout) for x in rows]
         self.body, self.message = planned_body(self.shared, cut.layer, before, carried, own)
         self.body.returning(self.message)
+        inner = self.body.scope
+        inner.program.outputs += [_part_of_sum(inner, node) for node in self.body.outs[len(self.message) :]]
         self.fixed = [x for x in fixed if isinstance(x, Placed)]
         captured = [placed for placed, _ in self.body.scope.captured]
         self.shared.program.outputs = [Use(x.register) for x in (*self.fixed, *rows, *captured)]
@@ -243,17 +245,12 @@ class _Parts:
             self.stacks.append(_StackPlan(one, ctx, layouts, entry, starts))
             message = self.stacks[-1].message
         self.last, ends = self._planned(cut.end, message)
-        sums = tuple(axis for axis in self.ctx.loss_axes if axis not in self.ctx.stage_axes)
-        self.last.program.outputs = [self._sum(node, sums) for node in ends]
+        self.last.program.outputs = [_part_of_sum(self.last, node) for node in ends]
         self.slots, self.places = _slots([stack.message for stack in self.stacks])
 
     def _planned(self, closed: ClosedJaxpr, message: Sequence[Layout]) -> tuple[Scope, Sequence[Any]]:
         scope = Scope(self.ctx, RULES)
         return scope, scope.plan(closed.jaxpr, closed.consts, [scope.input(x) for x in (*self.outer, *message)])
-
-    def _sum(self, node: Any, partial: tuple[str, ...]) -> Use:
-        placed = self.last.demand(self.last.ready(node), ())
-        return Use(placed.register, (), frozenset(self.ctx.loss_axes + self.ctx.slice_axes), partial)
 
     def model(self) -> PipelineModel:
         first, *others = (self._stack(number) for number in range(len(self.stacks)))
@@ -261,19 +258,20 @@ class _Parts:
             **first,
             embed=lambda params, batch, key: self._entered(0, params, [], batch),
             loss=self._loss,
-            evaluation=self._loss,
-            count=lambda batch: jnp.int32(0),
-            head=self.staged.head,
             then=tuple(LayerStack(**one, enter=partial(self._entered, i)) for i, one in enumerate(others, 1)),
         )
 
     def _stack(self, number: int) -> dict[str, Any]:
         """The arguments of `LayerStack`."""
         plan = self.stacks[number]
+        num_passed = len(plan.message)
 
-        def layer(params: Any, x: Any, batch: Batch, shared: Any, key: Any, index: Any) -> tuple[Any, Auxiliary]:
+        def layer(params: Any, x: Any, batch: Batch, shared: Any, key: Any, index: Any) -> tuple[Any, Shares]:
             made = plan.layer(params, self._message(number, x), shared, index)
-            return self._slotted(number, made, x), Auxiliary({}, {})
+            shares = dict(zip(plan.cut.adds, made[num_passed:], strict=True))
+            names = enumerate(self.staged.metrics, 2)
+            metrics = {name: shares[i] for i, name in names if i in shares}
+            return self._slotted(number, made[:num_passed], x), Shares(shares.get(0), metrics)
 
         return {
             "layers": _key(number),
@@ -312,6 +310,14 @@ class _Parts:
         sums = [jnp.asarray(x) for x in self.last.program.run(*self._outer(params, batch), *message)]  # or a constant
         names = self.staged.metrics
         return sums[0], sums[1], dict(zip(names, sums[2:], strict=True))
+
+
+def _part_of_sum(scope: Scope, node: Any) -> Use:
+    """A result of a device, which is added to those of all devices with other tokens, and of other stages."""
+    axes = ((),) * len(node.layout.shape)
+    placed, ctx = scope.demand(scope.ready(node), axes), scope.ctx
+    partial = tuple(axis for axis in ctx.loss_axes if axis not in ctx.stage_axes)
+    return Use(placed.register, axes, frozenset(ctx.loss_axes + ctx.slice_axes), partial)
 
 
 def _slots(messages: Sequence[Sequence[Layout]]) -> tuple[list[Layout], list[list[int]]]:

@@ -8,7 +8,6 @@ from meshpar.errors import MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.models.contract import LayerStack
-from meshpar.partition.stages import StagedLoss
 from meshpar.planning.space import Layout
 
 
@@ -27,6 +26,5 @@ def _cut(run: str, platform: str) -> LayerStack | None:
         pipeline = prepare(staged, staged.mesh.abstract(platform=platform)).pipeline
     except MeshparError:
         return None
-    if pipeline is None or not isinstance(pipeline.parts, StagedLoss):
-        return None
-    return LayerStack(sum(stack.num_layers for stack in pipeline.parts.cut.stacks), 1)
+    stacks = pipeline.parts.layer_counts().stacks if pipeline else ()
+    return LayerStack(sum(stack.num_layers for stack in stacks), 1) if stacks else None

@@ -250,11 +250,9 @@ def _summed(apply: Callable[..., Any], each: Each, chunk: Chunk, adds_auxiliary:
         if not isinstance(outputs, Outputs):
             outputs = Outputs(outputs)
         total, count = summed_over_tokens(outputs.projected, batch, each, chunk)
-        metrics = outputs.sums(count)
         if adds_auxiliary:
-            for name in outputs.losses:
-                total += metrics[name].astype(total.dtype)
-        return LossSums(total, count, metrics, carried if outputs.state is None else outputs.state)
+            total = outputs.plus_losses(total, count)
+        return LossSums(total, count, outputs.sums(count), carried if outputs.state is None else outputs.state)
 
     return loss
 

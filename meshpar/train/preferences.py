@@ -91,9 +91,9 @@ class Preference(OfAnswers):
             total, sums = jax.tree.map(
                 lambda x: jnp.where(found.are_pairs, x, jnp.zeros_like(x)).sum(), (each, metrics)
             )
+            if adds_auxiliary:
+                total = outputs.plus_losses(total, count)
             sums = outputs.sums(count) | sums
-            for name in outputs.losses if adds_auxiliary else ():
-                total += sums[name].astype(total.dtype)
             return LossSums(total, count, sums, carried if outputs.state is None else outputs.state)
 
         return loss

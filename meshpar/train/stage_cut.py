@@ -26,8 +26,9 @@ def product_flops(program: ClosedJaxpr) -> float:
         return 0.0
 
 
-def describe_cut(staged: StagedLoss, pipeline: Pipeline, ctx: ParallelContext) -> str:
+def describe_cut(pipeline: Pipeline, ctx: ParallelContext) -> str:
     """The stages of a cut: their layers, parameters and forward FLOPs for a microbatch, and the bytes of a message."""
+    staged: Any = pipeline.parts
     values = _message(staged.cut)
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in values)
     shapes = ", ".join(x.str_short(short_dtypes=True) for x in values)

@@ -22,7 +22,6 @@ from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import TEACHER, Batch
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.pipeline.execute import Pipeline
-from meshpar.parallel.pipeline.model import Stages
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
 from meshpar.partition.loss import PartitionedLoss, of_whole_arrays
@@ -63,7 +62,6 @@ class Training:
       ctx: mesh, rules, lowering, strategies, precisions and number of microbatches.
       key: step -> the step's random key; None if the loss uses no randomness.
       seed: for the first parameters, and for gradients with stochastic rounding.
-      stages: the model in stages, for a pipeline; None to cut the trace of the loss.
       carried: tree of `ArraySpec`, of the state other than parameters that the loss passes from step to step.
       init_carried: key -> the first carried state.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
@@ -87,7 +85,6 @@ class Training:
     ctx: ParallelContext
     key: Callable[[jax.Array], jax.Array] | None = None
     seed: int = 0
-    stages: Stages | None = None
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
@@ -165,20 +162,24 @@ class Training:
     @cached_property
     def pipeline(self) -> Pipeline | None:
         """The model in stages and its schedule; None without stages or under GSPMD."""
-        return self._pipeline(self._staged(self.loss, self.key, self.ctx.in_slice))
+        return self._pipeline(self._staged(self.loss, self._batch_of_step, self.key, self.ctx.in_slice))
 
-    def _pipeline(self, stages: Stages | None) -> Pipeline | None:
+    def _pipeline(self, stages: StagedLoss | None) -> Pipeline | None:
         schedule = self.ctx.schedule
         return Pipeline(stages, schedule, self.in_schedule_order) if stages and schedule else None
 
-    def _staged(self, loss: Loss, key: Any, ctx: ParallelContext) -> Stages | None:
-        """The model in stages: meshpar's own, or a loss that is cut where it is traced."""
-        if self.stages or not ctx.schedule:
-            return self.stages
+    def _staged(self, loss: Loss, batch: dict[str, ArraySpec], key: Any, ctx: ParallelContext) -> StagedLoss | None:
+        """The loss, cut into stages where it is traced; None without a pipeline."""
+        if not ctx.schedule:
+            return None
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        batch = self.batch_specs | (self.teacher.arrays if self.teacher else {})
         whole = PartitionedLoss(loss, self.specs, batch, self._carried_of_loss, with_attention)
         return StagedLoss(whole, ctx, key, product_flops)
+
+    @property
+    def _batch_of_step(self) -> dict[str, ArraySpec]:
+        """The arrays that a step's loss reads. An evaluation has no teacher."""
+        return self.batch_specs | (self.teacher.arrays if self.teacher else {})
 
     @property
     def _carried_of_loss(self) -> Any:
@@ -187,16 +188,13 @@ class Training:
 
     def with_named_layers(self) -> Self:
         """The same training, where the dim of the layers that a pipeline cuts is called `layers`."""
-        staged = self._staged(self.loss, self.key, self.ctx)
-        return replace(self, specs=staged.with_named_layers()) if isinstance(staged, StagedLoss) else self
+        staged = self._staged(self.loss, self._batch_of_step, self.key, self.ctx)
+        return replace(self, specs=staged.with_named_layers()) if staged else self
 
     @property
     def described_cut(self) -> str | None:
-        """How a pipeline cuts the loss of a user's model into stages, as text; None without such a cut."""
-        pipeline = self.pipeline
-        if pipeline is None or not isinstance(pipeline.parts, StagedLoss):
-            return None
-        return describe_cut(pipeline.parts, pipeline, self.ctx)
+        """How a pipeline cuts the loss into stages, as text; None without one."""
+        return describe_cut(self.pipeline, self.ctx) if self.pipeline else None
 
     @cached_property
     def layer_order(self) -> LayerOrder | None:
@@ -422,7 +420,7 @@ class Training:
     def _evaluation(self, ctx: ParallelContext) -> jax.stages.Traced:
         loss = self.evaluation or self.loss
         training = replace(self, ctx=ctx)
-        objective = training._objective(loss, training._pipeline(training._staged(loss, None, ctx)))
+        objective = training._objective(loss, training._pipeline(training._staged(loss, self.batch_specs, None, ctx)))
         return trace_evaluation(objective, ctx, self.placement, self.batch_specs)
 
     def compile_init(self, options: Any = None, given: dict[str, jax.Array] | None = None) -> Callable[[], TrainState]:

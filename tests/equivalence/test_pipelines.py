@@ -78,26 +78,6 @@ def test_every_schedule_is_equal_to_one_device(kind, mesh, num_microbatches, mod
     assert difference(run, model, layers) < 1e-10
 
 
-FROM_THE_TRACE = [
-    ("1f1b", "fsdp2_tensor2_sp", "tied", 8, {}),
-    ("zbv", "pipe2", "gpt", 8, {"unroll": "all"}),
-    ("interleaved", "zero2_tensor2", "llama", 8, {"remat": "dots"}),
-    ("zb_h1", "hsdp", "gpt", 8, {}),
-    ("1f1b", "pipe4", "tied", 7, {"pad_layers_to_multiple": 4}),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh", "model", "layers", "more"),
-    [pytest.param(*case, marks=pytest.mark.slow) for case in FROM_THE_TRACE],
-)
-def test_a_decoder_that_is_cut_from_its_trace_is_equal_to_one_device(kind, mesh, model, layers, more):
-    """With dropout, whose bits are those of one device."""
-    run = replace(prepared(MODELS[model](layers, **more), mesh, scheduled(kind, mesh, 4)), stages=None)
-    assert "partitioned" in str(run.pipeline.parts.cut.layer)
-    assert difference(run, model, layers) < 1e-10
-
-
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[] if kind == "1f1b" else pytest.mark.slow) for kind in ("gpipe", "1f1b", "zb_h1")],

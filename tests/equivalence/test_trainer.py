@@ -102,7 +102,7 @@ def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepare
     if distill is None:
         return run
     program = run.run.model.program(replace(task_of(run.run), distill=distill))
-    return replace(run, loss=program.loss, stages=program.parts, teacher=teaching(run, rules))
+    return replace(run, loss=program.loss, teacher=teaching(run, rules))
 
 
 def given_its_teacher(run: Prepared) -> Step:

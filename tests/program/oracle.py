@@ -216,7 +216,8 @@ def step_traffic(
     sent: Sums = defaultdict(Fraction)
     for path, placement in flatten_with_paths(sharded).items():
         by_itself = _is_streamed(path, placement, ctx)
-        again = _gathered_again(path, placement, activations, stages is not None)
+        again = _gathered_again(path, placement, activations)
+        again += stages is not None and _makes_inputs(path, activations, ctx, flatten_with_paths(sharded), frozen)
         if by_itself and activations.with_products and not path.endswith("down.kernel"):
             again += not _merges(_stored(placement, ctx), ctx, on_cpu)
         in_loop = "layers" in placement.spec.dims or not on_cpu or stages is not None
@@ -375,14 +376,12 @@ def _add_moves(
     sent[ctx.axes("stage")] += stages.moved * size * (there + back)
 
 
-def _gathered_again(path: str, placement: Placement, of: Activations, in_stages: bool) -> int:
+def _gathered_again(path: str, placement: Placement, of: Activations) -> int:
     """How often the backward gathers a parameter again under ZeRO-3.
 
     Parameters outside the layers are not gathered again: the backward of a lookup does not need its table, and the
     backward of the output projection follows its forward. The bias of a norm is needed again because every norm is
-    computed again, another bias only if the layer is recomputed, and the last bias not even then. A stage computes the
-    gradients of weights separately: if it keeps products but not their inputs, it recomputes the inputs, for which it
-    needs the scales of norms a second time.
+    computed again, another bias only if the layer is recomputed, and the last bias not even then.
     """
     if "layers" not in placement.spec.dims:
         return 0
@@ -390,8 +389,21 @@ def _gathered_again(path: str, placement: Placement, of: Activations, in_stages:
         return 1
     if path.endswith(".bias"):
         return of.recomputed and not path.endswith("down.bias")
-    makes_inputs = in_stages and of.recomputed and not of.with_products
-    return 1 + (makes_inputs and path.endswith(("attn_norm.scale", "mlp_norm.scale")))
+    return 1
+
+
+def _makes_inputs(
+    path: str, of: Activations, ctx: ParallelContext, paths: Iterable[str], frozen: Collection[str]
+) -> bool:
+    """Whether the gradients of weights need the scale of a norm once more on a stage, which computes them separately.
+
+    The output of a norm is not held. It is computed again for the products that it is the input of, if one is trained.
+    It is held where devices gather it for them and no activation is recomputed, and is there after `full` recomputing.
+    """
+    part = path.removesuffix("_norm.scale")
+    is_held = of.with_products or (not of.recomputed and ctx.shards("residual_seq") > 1)
+    is_input = path.endswith(("attn_norm.scale", "mlp_norm.scale"))
+    return is_input and not is_held and any(x.startswith(f"{part}.") and x not in frozen for x in paths)
 
 
 def _add_activations(

@@ -16,12 +16,15 @@ from meshpar.cost.traced import traffic
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.models import Llama
+from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.remat import Remat
 from meshpar.optim.freeze import Freeze
 from meshpar.parallel.pipeline import conditional, execute, split
+from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
+from meshpar.partition import cutter
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import LossConfig
 from tests.pipelines import MODELS, difference, prepared, scheduled
@@ -243,6 +246,27 @@ def test_bytes_and_flops_of_a_pipeline_equal_the_traced_step(kind, mesh, model, 
     run = prepared(MODELS[model](8, remat=remat), mesh, scheduled(kind, mesh, 4), precision="float32")
     assert cost_as_written(run) == cost_as_traced(run)
     assert run.traced_bytes == closed_form(run)
+
+
+def test_layers_add_their_auxiliary_losses_to_the_sums_of_their_stage(monkeypatch):
+    """They send nothing for it. Control: as a part of the message they would."""
+
+    def sent():
+        experts = Experts(num=4, per_token=2, intermediate_size=8, balance=Balance(load="last_step"), z_loss=0.1)
+        model = Llama(**SIZES | {"num_layers": 4}, experts=experts)
+        mesh = ({"pipe": 2, "data": 2, "expert": 2}, ["pipeline", "experts"])
+        run = prepared(model, mesh, get_schedule("1f1b", 2, 4), rows=16, seq=8, precision="float32")
+        return run.traced_bytes, run.pipeline.schedule
+
+    alone, schedule = sent()
+    message = 16 // 4 // 4 * 8 * 32 * 4
+    assert alone["pipe",] == Fraction(message * needed(schedule, 2).total(), 2)
+    monkeypatch.setattr(cutter, "added", lambda *of: None)
+    along, _ = sent()
+    assert along["pipe",] > alone["pipe",]
+    assert {axes: along[axes] for axes in along if axes != ("pipe",)} == {
+        axes: alone[axes] for axes in alone if axes != ("pipe",)
+    }
 
 
 ADDED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -12,11 +11,9 @@ import pytest
 from meshpar import AxisRules, MeshLayout, training
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.inspection.program.hlo import total_sent_bytes
-from meshpar.nn.lora import LoRA
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.strategies import Parallel
 from meshpar.train.training import Training
-from tests import pipelines
 from tests.equivalence.test_pipelines_of_any_model import translating
 from tests.program.test_pipelines import TICKS, needed
 from tests.zoo import llama, stacked_nnx
@@ -105,35 +102,6 @@ def test_the_bytes_over_pipe_of_two_stacks_are_one_message_for_each_place_betwee
     message = 2 * len(zoo.batch["x"]) // 8 * zoo.batch["x"].shape[1] * 8
     sent = STAGES * total_sent_bytes(in_ticks, "collective_permute", ["pipe"])
     assert sent == message * needed(get_schedule("1f1b", STAGES, 8), STAGES).total()
-
-
-OWN = [
-    ("1f1b", "fsdp2_tensor2_sp", "tied", 8, {}),
-    ("1f1b", "pipe4", "llama", 7, {"pad_layers_to_multiple": 4}),
-    ("zbv", "zero2_tensor2", "llama", 8, {"remat": "dots"}),
-    ("gpipe", "data2_tensor2", "gpt", 8, {}),
-    ("zb_h1", "fsdp4", "gpt", 8, {"remat": "full"}),
-    ("zb_h2", "zero1", "tied", 8, {}),
-    ("1f1b", "hsdp", "llama", 8, {"remat": "dots_no_batch"}),
-    ("interleaved", "fsdp4", "llama", 8, {}),
-    ("zb_h1", "data2_tensor2", "llama", 8, {"unroll": "all"}),
-    ("1f1b", "fsdp2_tensor2_sp", "llama", 4, {"lora": LoRA(rank=2, paths=("blocks.**",))}),
-    ("gpipe", "data2_tensor2", "gpt", 4, {"lora": LoRA(rank=2, paths=("blocks.attn.*",))}),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh", "model", "layers", "more"),
-    [pytest.param(*case, marks=pytest.mark.slow if i not in (0, 2) else []) for i, case in enumerate(OWN)],
-)
-def test_a_decoder_of_meshpars_that_is_cut_from_its_trace_sends_the_same_bytes(kind, mesh, model, layers, more):
-    """With dropout, whose bits no device sends. Full remat gathers one bias of a layer less often."""
-    lora = more.get("lora")
-    own = pipelines.MODELS[model](layers, **{name: value for name, value in more.items() if name != "lora"})
-    run = pipelines.prepared(own, mesh, pipelines.scheduled(kind, mesh, 4), precision="float32", lora=lora)
-    own, cut = run.traced_bytes, replace(run, stages=None).traced_bytes
-    assert own and cut and cut.keys() == own.keys()
-    assert all(cut[axes] <= own[axes] if "full" in more.values() else cut[axes] == own[axes] for axes in own)
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("stacked_nnx", marks=pytest.mark.slow)])

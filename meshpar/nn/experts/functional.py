@@ -5,21 +5,20 @@ Shapes: B batch, S seq, R residual_seq, D embed, E experts, M mlp.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from meshpar.errors import ConfigError
 from meshpar.nn.describe import functional
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
-from meshpar.parallel.context import ParallelContext, current, tracing
-from meshpar.parallel.outputs import Auxiliary
+from meshpar.nn.experts.on_shards import on_shards
+from meshpar.parallel.context import current
+from meshpar.parallel.outputs import Auxiliary, Sum
 
 _MATRIX = ("experts", "embed", "mlp")
 DIMS = (("embed", "router"), _MATRIX, _MATRIX, ("experts", "mlp", "embed"))
@@ -69,7 +68,12 @@ def mixture(
     ctx = current()
     if ctx is None or ctx.is_local:
         return _local(experts, *arrays)
-    return _region(experts, ctx, arrays)
+    x, targets, *params = arrays
+    y, sums = on_shards(partial(_local, experts), ctx, x, targets, params, DIMS)
+    count = jnp.maximum((targets >= 0).sum(dtype=jnp.int32), 1)
+    return y, jax.tree.map(
+        lambda x: x.parts.sum(-1) / count.astype(x.parts.dtype), sums, is_leaf=lambda x: isinstance(x, Sum)
+    )
 
 
 def _local(
@@ -80,26 +84,3 @@ def _local(
     layer = nnx.eval_shape(lambda: MixtureOfExperts(width, experts, out_std=1.0, rngs=nnx.Rngs(0)))
     matrices = {name: {"kernel": kernel} for name, kernel in (("gate", gate), ("up", up), ("down", down))}
     return functional(layer)({"router": {"weight": router}, "experts": matrices}, x, targets)
-
-
-def _region(experts: Experts, ctx: ParallelContext, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Auxiliary]:
-    """The function on local shards of global arrays."""
-    rows = PartitionSpec(ctx.axes("batch"), ctx.residual_axes)
-    tokens = ctx.axes("batch") + ctx.axes("seq")
-
-    def on_shards(x: jax.Array, targets: jax.Array, *params: jax.Array) -> tuple[jax.Array, Auxiliary]:
-        with tracing(replace(ctx, manual=True)):
-            y, auxiliary = _local(experts, x, targets, *params)
-        if not tokens:
-            return y, auxiliary
-        count = (targets >= 0).sum(dtype=jnp.int32)
-        sums = jax.tree.map(lambda mean: mean * count.astype(mean.dtype), auxiliary)
-        sums, total = lax.psum((sums, count), tokens)
-        return y, jax.tree.map(lambda x: x / jnp.maximum(total, 1).astype(x.dtype), sums)
-
-    def weights(dims: tuple[str, ...]) -> PartitionSpec:
-        return PartitionSpec(*(ctx.axes(dim) + ctx.dispatch(dim) for dim in dims))
-
-    in_specs = (rows, ctx.pspec("batch", "seq"), *map(weights, DIMS))
-    region = jax.shard_map(on_shards, mesh=ctx.mesh, in_specs=in_specs, out_specs=(rows, PartitionSpec()))
-    return region(*arrays)

@@ -18,13 +18,14 @@ from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
 from meshpar.nn.experts.mlp import RoutedExperts
+from meshpar.nn.experts.on_shards import on_shards
 from meshpar.nn.experts.places import of_places
 from meshpar.nn.experts.routing import Router, Routes, means
-from meshpar.nn.layers import SwiGLU
+from meshpar.nn.layers import SwiGLU, within_layer
 from meshpar.nn.remat import Activation
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
-from meshpar.parallel.context import dispatch_axes
+from meshpar.parallel.context import ParallelContext, dispatch_axes, planned
 from meshpar.parallel.outputs import Auxiliary
 
 DROPPED = "experts_dropped"
@@ -66,6 +67,8 @@ class MixtureOfExperts(nnx.Module):
         Args:
           targets_BS: only tokens with a target of at least 0 count in losses and metrics. Default: all tokens do.
         """
+        if ctx := planned():
+            return self._planned(ctx, x_BRD, targets_BS)
         routes = self.router(x_BRD)
         y_BRD, is_kept_BRK = self._routed(x_BRD, routes)
         if self.shared is not None:
@@ -79,6 +82,20 @@ class MixtureOfExperts(nnx.Module):
             num = is_dropped.sum().astype(routes.scores.dtype) / self.config.per_token
             auxiliary.metrics.update(means({DROPPED: num}, count))
         return y_BRD, auxiliary
+
+    def _planned(
+        self, ctx: ParallelContext, x_BRD: Float[Array, "B R D"], targets_BS: Int[Array, "B S"] | None
+    ) -> tuple[Float[Array, "B R D"], Auxiliary]:
+        graph, state = nnx.split(self)
+        params, tree = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+        def compute(x: jax.Array, targets: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, Auxiliary]:
+            own = [param.replace(a) for param, a in zip(params, arrays, strict=True)]
+            return nnx.merge(graph, jax.tree.unflatten(tree, own))(x, targets)
+
+        targets = jnp.zeros(x_BRD.shape[:2], jnp.int32) if targets_BS is None else targets_BS
+        arrays, dims = zip(*((param[...], within_layer(param)) for param in params), strict=True)
+        return on_shards(compute, ctx, x_BRD, targets, arrays, dims)
 
     def _routed(self, x_BRD: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array | None]:
         """The weighted sum of the routed experts' results; and which choices had a place, None if all had one."""

@@ -23,7 +23,7 @@ from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, zeros_of
-from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.conditional import run_if, taken_scope
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.layers import StageLayers, zeros_for_sums
@@ -72,7 +72,7 @@ class Pipeline:
         return totals, as_in(trained, self.parts.joined(grads)), carried
 
     def evaluation(self, params: Any, batch: Batch, carried: Any) -> Totals:
-        """Totals without auxiliary losses: runs only the forwards, in the order of the schedule."""
+        """The totals: runs only the forwards, in the order of the schedule."""
         params = self.parts.divided(params)
         states, _ = self.parts.states(carried, None, self.schedule.num_microbatches)
         return _Stage(self, params, params, batch, None, states, forward_only=True).evaluation()
@@ -133,7 +133,7 @@ class _Slots(NamedTuple):
       residuals, stash: for each stack, lists of [slot, layer, ...].
       layers: for each stack, sums of the layers' gradients.
       sums: the totals of the loss, and sums of the gradients of the other parameters.
-      auxiliary: sums of the layers' losses and metrics, weighted by tokens.
+      shares: sums of what layers add to the totals.
     """
 
     inbox: Any
@@ -142,7 +142,7 @@ class _Slots(NamedTuple):
     stash: list[list[jax.Array]]
     layers: list[Any]
     sums: Sums
-    auxiliary: Auxiliary
+    shares: Shares
 
 
 class _Stage:
@@ -196,31 +196,27 @@ class _Stage:
         ]  # fmt: skip
         for stack in self.stacks:
             stack.differentiate(self._micro(self.stage), self.x, self._typed, self._per_row)
-        end = self.parts.evaluation if forward_only else self.parts.loss
-        self.totals = jax.eval_shape(end, self.params, self.x, micro)
+        self.totals = jax.eval_shape(self.parts.loss, self.params, self.x, micro)
 
     def gradients(self, dtype: Any) -> tuple[Totals, Any]:
         slots = lax.scan(self._tick, self._empty(dtype), self._table())[0]
-        (total, count, of_end), outer = slots.sums
-        losses, metrics = slots.auxiliary
-        for x in losses.values():
-            total += x.astype(total.dtype)
+        totals, outer = slots.sums
         layers = {s.parts.layers: s.stored(grads) for s, grads in zip(self.stacks, slots.layers, strict=True)}
-        return (total, count, of_end | metrics | losses), outer | layers
+        return _with_shares(totals, slots.shares), outer | layers
 
     def evaluation(self) -> Totals:
-        start = (self._empty_inbox(), self._no_loss(), self._no_auxiliary())
-        _, (total, count, of_end), (losses, metrics) = lax.scan(self._forward_tick, start, self._table())[0]
-        return total, count, of_end | metrics | losses
+        start = (self._empty_inbox(), self._no_loss(), self._no_shares())
+        _, totals, shares = lax.scan(self._forward_tick, start, self._table())[0]
+        return _with_shares(totals, shares)
 
     # A tick --------------------------------------------------------------------------------------------------
 
     def _tick(self, slots: _Slots, tick: tuple[TableRow, jax.Array]) -> tuple[_Slots, None]:
         rows, pattern = tick
         row = self._mine(rows)
-        changed = (self.x, slots.entries, slots.residuals, slots.auxiliary)
-        out, entries, residuals, auxiliary = self._if("F", row, self._forward, changed, slots.inbox)
-        slots = slots._replace(entries=entries, residuals=residuals, auxiliary=auxiliary)
+        changed = (self.x, slots.entries, slots.residuals, slots.shares)
+        out, entries, residuals, shares = self._if("F", row, self._forward, changed, slots.inbox)
+        slots = slots._replace(entries=entries, residuals=residuals, shares=shares)
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
         layers = self._if("W", row._replace(kind=after(row.kind, out)), self._weights, slots.layers, slots)
@@ -229,16 +225,16 @@ class _Stage:
     def _forward_tick(self, carry: Any, tick: tuple[TableRow, jax.Array]) -> tuple[Any, None]:
         rows, pattern = tick
         row = self._mine(rows)
-        inbox, sums, auxiliary = carry
+        inbox, sums, shares = carry
 
         def add_loss(sums: Any, y: Any, row: TableRow) -> Any:
-            return _added(sums, self.parts.evaluation(self.params, y, self._micro(row.microbatch)))
+            return _added(sums, self.parts.loss(self.params, y, self._micro(row.microbatch)))
 
         nothing = [[] for _ in self.stacks]
-        out, _, _, auxiliary = self._if("F", row, self._forward, (self.x, nothing[1:], nothing, auxiliary), inbox)
+        out, _, _, shares = self._if("F", row, self._forward, (self.x, nothing[1:], nothing, shares), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = run_if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
-        return (self._send(inbox, out, row, after(pattern, sums)), sums, auxiliary), None
+        return (self._send(inbox, out, row, after(pattern, sums)), sums, shares), None
 
     def _send(self, inbox: Any, out: Any, row: TableRow, pattern: jax.Array) -> Any:
         """Sends the outputs that other stages need; each stage stores messages in the slots of its row.
@@ -281,12 +277,10 @@ class _Stage:
         def embed() -> Any:
             return self._typed(self._embed(self.outer, self._micro(row.microbatch)))
 
-        weights = self._weights_of(row, self._auxiliary)
-
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             x, slots, sums = carry
-            y, auxiliary, residuals = stack.split.forward(params, x, rest)
-            sums = jax.tree.map(lambda total, weight, more: total + weight * more, sums, weights, auxiliary)
+            y, shares, residuals = stack.split.forward(params, x, rest)
+            sums = _added(sums, shares)
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
         with taken_scope(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
@@ -304,13 +298,13 @@ class _Stage:
 
     def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
         _, stash, sums = changed
-        dlosses = self._weights_of(row, self._auxiliary.losses)
+        dloss = jax.tree.map(lambda x: self._per_row(jnp.ones(x.shape, x.dtype)), self._shares.loss)
         dx, sums = self._if_end(row.last, self._loss_gradient, (_at(slots.inbox, row.inbox), sums), row)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             dy, stashes = carry
             residuals = [a[row.residual, i] for a in saved]
-            dx, stash = stack.split.input_gradient(params, residuals, dy, dlosses, rest)
+            dx, stash = stack.split.input_gradient(params, residuals, dy, dloss, rest)
             return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, stash, strict=True)]
 
         stashes = []
@@ -389,13 +383,13 @@ class _Stage:
             [stack.room(stack.split.stash, self.ticks.num_stashes) for stack in stacks],
             [stack.zeros(dtype) for stack in stacks],
             (self._no_loss(), zeros_for_sums(self.outer, dtype)),
-            self._no_auxiliary(),
+            self._no_shares(),
         )
 
     @property
-    def _auxiliary(self) -> Auxiliary:
-        """The types of what a layer adds to the loss and the metrics. A model of several stacks has none."""
-        return self.stacks[0].split.auxiliary
+    def _shares(self) -> Shares:
+        """The types of what a layer adds to the totals. Layers of several stacks add nothing."""
+        return self.stacks[0].split.shares
 
     def _empty_inbox(self) -> Any:
         return jax.tree.map(lambda x: zeros_of(x, self.ticks.num_inbox + 1), self.x)
@@ -405,15 +399,8 @@ class _Stage:
         total, *others = jax.tree.map(self._per_row, zeros)
         return wide(total), *others  # pyright: ignore
 
-    def _no_auxiliary(self) -> Auxiliary:
-        return jax.tree.map(zeros_of, self._auxiliary)
-
-    def _weights_of(self, row: TableRow, auxiliary: Any) -> Any:
-        """The weight of each of a microbatch's auxiliary losses and metrics: the number of its tokens."""
-        if not jax.tree.leaves(auxiliary):
-            return auxiliary
-        count = self._per_row(self.parts.count(self._micro(row.microbatch)))
-        return jax.tree.map(lambda x: count.astype(x.dtype), auxiliary)
+    def _no_shares(self) -> Shares:
+        return jax.tree.map(lambda x: wide(zeros_of(x)), self._shares)
 
     def _table(self) -> tuple[TableRow, jax.Array]:
         return jax.tree.map(jnp.asarray, (self.ticks.rows, self.ticks.pattern))
@@ -445,3 +432,10 @@ def _at(tree: Any, slot: jax.Array) -> Any:
 
 def _added(sums: Any, grads: Any) -> Any:
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
+
+
+def _with_shares(totals: Totals, shares: Shares) -> Totals:
+    total, count, metrics = totals
+    total = total if shares.loss is None else total + shares.loss.astype(total.dtype)
+    more = {name: metrics[name] + x.astype(metrics[name].dtype) for name, x in shares.metrics.items()}
+    return total, count, metrics | more

@@ -13,7 +13,7 @@ from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, platform
 from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, varying_like, zeros_of
-from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.conditional import run_if
 from meshpar.parallel.pipeline.exchange import Exchange
 from meshpar.parallel.pipeline.model import LayerStack
@@ -72,10 +72,10 @@ class StageLayers:
         """
         first = jnp.int32(0)
 
-        def layer(trained: Any, x: Any, rest: Any) -> tuple[Any, Auxiliary]:
+        def layer(trained: Any, x: Any, rest: Any) -> tuple[Any, Shares]:
             frozen, *others = rest
-            y, auxiliary = self.parts.layer(filled(trained, frozen), x, *others)
-            return typed(y), jax.tree.map(per_row, auxiliary)
+            y, shares = self.parts.layer(filled(trained, frozen), x, *others)
+            return typed(y), jax.tree.map(per_row, shares)
 
         rest = self.rest(first, batch, self.parts.shared(batch, x))
         of_one = self.of(self.trained, first)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.outputs import Auxiliary, Scalars
+from meshpar.parallel.outputs import Scalars, Shares
 from meshpar.parallel.pipeline.split import Policy
 
 Totals = tuple[jax.Array, jax.Array, Scalars]
@@ -79,7 +79,7 @@ class LayerStack:
       num_layers: the number of layers of the whole stack.
       stacked_layers: the size of dim `layers`; rows beyond `num_layers` are padding.
       shared: (batch, x) -> further inputs of all layers, computed once for all layers of a stage.
-      layer: (one layer's params, x, batch, shared, key, index) -> (x, its share of the model's `Auxiliary`).
+      layer: (one layer's params, x, batch, shared, key, index) -> (x, its `Shares`).
       policy: which values a layer's forward saves for its backward, as in `jax.checkpoint`.
       unroll: layers per iteration of a stage's loops over its layers.
       recomputes: whether layers have checkpoints of the user's own, whose values a backward computes again.
@@ -90,7 +90,7 @@ class LayerStack:
     num_layers: int
     stacked_layers: int
     shared: Callable[[Batch, Any], Any]
-    layer: Callable[..., tuple[Any, Auxiliary]]
+    layer: Callable[..., tuple[Any, Shares]]
     policy: Policy
     unroll: int
     recomputes: bool = False
@@ -104,35 +104,14 @@ class PipelineModel(LayerStack):
     Args:
       embed: (params, batch, key) -> x, the input of the first layer.
       loss: (params, x, batch) -> (sum, count, metrics), as in `LossSums`, where x is the output of the last layer.
-      evaluation: like `loss`, for evaluations.
-      count: batch -> the count of `loss`, which weights auxiliary losses.
-      head: the cost of `loss`, in layers.
-      then: the stacks that follow the first one, as a decoder follows an encoder. Only a model of one stack has
-        auxiliary losses.
+      then: the stacks that follow the first one, as a decoder follows an encoder. Only layers of a single stack add to
+        the loss.
     """
 
     embed: Callable[[Any, Batch, jax.Array | None], Any]
     loss: Callable[[Any, Any, Batch], Totals]
-    evaluation: Callable[[Any, Any, Batch], Totals]
-    count: Callable[[Batch], jax.Array]
-    head: float = 0.0
     then: tuple[LayerStack, ...] = ()
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:
         return (self, *self.then)
-
-    def layer_counts(self) -> LayerCounts:
-        return LayerCounts(self.num_layers, self.stacked_layers, self.head)
-
-    def states(self, carried: Any, key: jax.Array | None, num_microbatches: int) -> tuple[Batch, Any]:
-        return {}, carried
-
-    def divided(self, params: dict[str, Any]) -> dict[str, Any]:
-        return params
-
-    def joined(self, divided: dict[str, Any]) -> dict[str, Any]:
-        return divided
-
-    def on_shards(self, params: dict[str, Any], batch: Batch, key: jax.Array | None) -> PipelineModel:
-        return self

@@ -23,7 +23,7 @@ from jax.extend import core
 
 from meshpar.mesh.varying import hidden_as
 from meshpar.parallel.local import zeros_of
-from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.outputs import Shares
 
 # The primitives that call a function, which `_flattened` inlines.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
@@ -40,7 +40,7 @@ class Split:
     Args:
       residuals: types of the values that F returns for B and W.
       stash: types of the values that B returns for W.
-      auxiliary: tree of the types of the layer's `Auxiliary`.
+      shares: the types of the layer's `Shares`.
     """
 
     _forward: core.ClosedJaxpr
@@ -49,25 +49,25 @@ class Split:
     _consts: list[Any]
     residuals: Avals
     stash: Avals
-    auxiliary: Auxiliary
+    shares: Shares
     _params: Any
 
-    def forward(self, params: Any, x: Any, rest: Any) -> tuple[Any, Auxiliary, list[jax.Array]]:
-        """Returns y, the layer's `Auxiliary`, and the residuals."""
+    def forward(self, params: Any, x: Any, rest: Any) -> tuple[Any, Shares, list[jax.Array]]:
+        """Returns y, the layer's `Shares`, and the residuals."""
         made = _call(self._forward, *self._given(params, rest), *jax.tree.leaves(x))
-        trees = jax.tree.structure((x, self.auxiliary))
-        y, auxiliary = jax.tree.unflatten(trees, made[: trees.num_leaves])
-        return y, auxiliary, made[trees.num_leaves :]
+        trees = jax.tree.structure((x, self.shares))
+        y, shares = jax.tree.unflatten(trees, made[: trees.num_leaves])
+        return y, shares, made[trees.num_leaves :]
 
     def input_gradient(
-        self, params: Any, residuals: Sequence[jax.Array], dy: Any, dlosses: Any, rest: Any
+        self, params: Any, residuals: Sequence[jax.Array], dy: Any, dloss: Any, rest: Any
     ) -> tuple[Any, list[jax.Array]]:
         """Returns dx and the stash.
 
         Args:
-          dlosses: tree like the auxiliary losses, their cotangents.
+          dloss: the cotangent of the layer's share of the loss; None if it has none.
         """
-        cotangents = jax.tree.leaves((dy, dlosses))
+        cotangents = jax.tree.leaves((dy, dloss))
         saved = _as_made(residuals, self.residuals)
         made = _call(self._input_gradient, *self._given(params, rest), *saved, *cotangents)
         tree = jax.tree.structure(dy)
@@ -91,29 +91,29 @@ def _as_made(saved: Sequence[jax.Array], avals: Avals) -> list[jax.Array]:
 
 
 def split(
-    fn: Callable[..., tuple[Any, Auxiliary]], policy: Policy, params: Any, x: Any, rest: Any, again: bool = False
+    fn: Callable[..., tuple[Any, Shares]], policy: Policy, params: Any, x: Any, rest: Any, again: bool = False
 ) -> Split:
     """Splits the derivative of `fn` into F, B and W.
 
     Args:
-      fn: (params, x, rest) -> (y, auxiliary); x and y are trees of arrays of the same types.
+      fn: (params, x, rest) -> (y, shares); x and y are trees of arrays of the same types.
       policy: the values that F may save, as in `jax.checkpoint`; B recomputes the others.
       again: whether B also recomputes what the backward of a checkpoint in `fn` computes again.
       rest: inputs that are not differentiated, such as a batch and a key.
     """
     traced, (_, names) = jax.make_jaxpr(fn, return_shape=True)(params, x, rest)
     num_x = len(jax.tree.leaves(x))
-    auxiliary = jax.tree.unflatten(jax.tree.structure(names), traced.out_avals[num_x:])
+    shares = jax.tree.unflatten(jax.tree.structure(names), traced.out_avals[num_x:])
 
     def whole(params: Any, x: Any, rest: Any, cotangents: Any) -> Any:
         def differentiated(params: Any, x: Any) -> Any:
-            y, (losses, metrics) = fn(params, x, rest)
-            return (y, losses), metrics
+            y, (loss, metrics) = fn(params, x, rest)
+            return (y, loss), metrics
 
-        (y, losses), pull, metrics = jax.vjp(differentiated, params, x, has_aux=True)
-        return y, losses, metrics, pull(cotangents)
+        (y, loss), pull, metrics = jax.vjp(differentiated, params, x, has_aux=True)
+        return y, loss, metrics, pull(cotangents)
 
-    cotangents = x, jax.tree.map(zeros_of, auxiliary.losses)
+    cotangents = x, jax.tree.map(zeros_of, shares.loss)
     traced = jax.make_jaxpr(whole)(params, x, rest, cotangents)
     flat = jax.make_jaxpr(_flattened(traced, again))(*jax.tree.leaves((params, x, rest, cotangents)))
     num_params = len(jax.tree.leaves(params))
@@ -122,12 +122,12 @@ def split(
     after_x = num_params + num_x
     given = [*flat.jaxpr.constvars, *invars[:num_params], *invars[after_x : after_x + num_rest]]
     cut = _Cut(flat, policy, given, invars[num_params:after_x], invars[after_x + num_rest :])
-    return cut.split(jax.tree.structure(params), auxiliary)
+    return cut.split(jax.tree.structure(params), shares)
 
 
 @dataclass
 class _Cut:
-    """Cuts one flat jaxpr. Its outputs are y, auxiliary losses and metrics, gradients of the parameters, dx.
+    """Cuts one flat jaxpr. Its outputs are y, shares of the loss and metrics, gradients of the parameters, dx.
 
     Args:
       given: variables that every part gets: constants, parameters, rest.
@@ -154,8 +154,8 @@ class _Cut:
                 if any(not _is_literal(v) and v in reached for v in eqn.invars):
                     reached.update(eqn.outvars)
 
-    def split(self, params: Any, auxiliary: Auxiliary) -> Split:
-        num_outputs = len(self.x) + len(jax.tree.leaves(auxiliary))
+    def split(self, params: Any, shares: Shares) -> Split:
+        num_outputs = len(self.x) + len(jax.tree.leaves(shares))
         outputs = self.flat.jaxpr.outvars[:num_outputs]
         gradients = self.flat.jaxpr.outvars[num_outputs:]
         dparams, dx = gradients[: -len(self.x)], gradients[-len(self.x) :]
@@ -170,7 +170,7 @@ class _Cut:
             self._part(in_backward, [*self.given, *residuals, *self.cotangents], [*dx, *stash]),
             self._part(in_weights, [*self.given, *residuals, *stash], dparams),
             list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
-            auxiliary, params,
+            shares, params,
         )  # fmt: skip
 
     def _needed(
