@@ -91,9 +91,9 @@ class GRPO(OfAnswers):
 
             total, sums = jax.tree.map(mean_of_answers, (each, metrics))
             rewards = jnp.where(sizes > 0, batch[REWARDS].astype(each.dtype), jnp.zeros_like(sizes)).sum()
+            if adds_auxiliary:
+                total = outputs.plus_losses(total, count)
             sums = outputs.sums(count) | sums | {"reward": rewards, "answer_tokens": sizes.sum()}
-            for name in outputs.losses if adds_auxiliary else ():
-                total += sums[name].astype(total.dtype)
             return LossSums(total, count, sums, carried if outputs.state is None else outputs.state)
 
         return loss
