@@ -80,10 +80,11 @@ class Grammar:
     """
 
     def __init__(self, grammars: Grammars, text: str):
+        tokens = grammars.tokens
         from llguidance import LLMatcher
 
         self.vocab_size = grammars.vocab_size
-        self._matcher = LLMatcher(grammars.tokens, text, log_level=0)
+        self._matcher = LLMatcher(tokens, text, log_level=0)
         if error := self._matcher.get_error():
             raise ConfigError(f"the grammar cannot be followed: {excerpt(error.strip(), 500)}")
 

@@ -73,7 +73,9 @@ def sampling_of(rows: Sequence[Row | None], most_adjusted: int, vocab_size: int)
     """How the next token of each row is sampled, as arrays on the host."""
     samplings: list[Sampling] = [row.request.sampling or GREEDY if row else GREEDY for row in rows]
     indices = [row.request.index if row else 0 for row in rows]
-    adjustments = [(row.request.adjustment or NOTHING).of(row.answer) if row else {} for row in rows]
+    adjustments = [
+        (row.request.adjustment or NOTHING).of(row.request.prompt, row.answer) if row else {} for row in rows
+    ]
     draws = any(how.temperature > 0 for how in samplings)
     scores = any(row.request.scores for row in rows if row)
     constraints = [row.request.constraint if row else None for row in rows]

@@ -18,6 +18,7 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import shard
 from meshpar.parallel.precision import wide
+from meshpar.serve.adjust import Change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ class RowSampling(NamedTuple):
       seed: uint32[batch].
       rows: int32[batch]. The index of each row among those with its seed.
       adjusted: int32[batch, most]. Tokens whose logits are adjusted, see `Adjustment`.
-      added: float32[batch, most]. What is added to them; 0 where there are fewer.
+      factors, added: float32[batch, most]. Their changes; 1 and 0 where there are fewer.
       allowed: int32[batch, words]. A bit for each token of the vocabulary, the lowest of the first word first; 0 for a
         token that may not be drawn.
     """
@@ -129,6 +130,7 @@ class RowSampling(NamedTuple):
     seed: Any
     rows: Any
     adjusted: Any
+    factors: Any
     added: Any
     allowed: Any
 
@@ -141,22 +143,24 @@ class RowSampling(NamedTuple):
           most: the most tokens that a row adjusts.
         """
         fractions, numbers = per_row(dtype=jnp.float32), per_row(dtype=jnp.int32)
-        adjusted, added = per_row(most, dtype=jnp.int32), per_row(most, dtype=jnp.float32)
+        adjusted, changes = per_row(most, dtype=jnp.int32), per_row(most, dtype=jnp.float32)
         seeds = per_row(dtype=jnp.uint32)
         allowed = per_row(num_words(vocab_size), dtype=jnp.int32)
-        return cls(fractions, numbers, fractions, fractions, seeds, numbers, adjusted, added, allowed)
+        return cls(fractions, numbers, fractions, fractions, seeds, numbers, adjusted, changes, changes, allowed)
 
     @classmethod
     def of(
-        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, float]], most: int,
+        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, Change]], most: int,
         allowed: Sequence[np.ndarray | None], vocab_size: int,
     ) -> RowSampling:  # fmt: skip
         """The settings of each row, as arrays on the host. Where `allowed` is None, all tokens are."""
         all_allowed = np.full(num_words(vocab_size), -1, np.int32)
         adjusted, added = np.zeros((len(rows), most), np.int32), np.zeros((len(rows), most), np.float32)
+        factors = np.ones_like(added)
         for i, one in enumerate(adjustments):
             adjusted[i, : len(one)] = list(one)
-            added[i, : len(one)] = list(one.values())
+            factors[i, : len(one)] = [change.factor for change in one.values()]
+            added[i, : len(one)] = [change.added for change in one.values()]
         return cls(
             np.array([how.temperature for how in samplings], np.float32),
             np.array([how.top_k or 0 for how in samplings], np.int32),
@@ -165,6 +169,7 @@ class RowSampling(NamedTuple):
             np.array([how.seed for how in samplings], np.uint32),
             np.array(rows, np.int32),
             adjusted,
+            factors,
             added,
             np.stack([all_allowed if one is None else one for one in allowed]),
         )
@@ -202,13 +207,16 @@ def sample_each(
 
 
 def _adjusted(logits: Float[Array, "B V"], how: RowSampling) -> Float[Array, "B V"]:
-    """The logits with what each row adds to single tokens."""
+    """The logits with the changes of each row's single tokens."""
     axes = manual_axes("vocab")
     width = logits.shape[-1]
     ids = how.adjusted - (jax.lax.axis_index(axes) * width if axes else 0)
     ids = jnp.where((ids >= 0) & (ids < width), ids, width)  # those of other shards are dropped
     rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
-    return logits.at[rows, ids].add(how.added.astype(logits.dtype), mode="drop")
+    found = logits.at[rows, ids].get(mode="fill", fill_value=0)
+    factors = how.factors.astype(logits.dtype)
+    scaled = jnp.where(found > 0, found / factors, found * factors)
+    return logits.at[rows, ids].add(scaled - found + how.added.astype(logits.dtype), mode="drop")
 
 
 def _limited(logits: Float[Array, "B V"], how: RowSampling) -> Float[Array, "B V"]:

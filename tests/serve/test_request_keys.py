@@ -159,18 +159,34 @@ def test_penalties_and_biases_give_the_tokens_of_the_formula(served):
     )
 
 
+def test_a_penalty_of_repetition_gives_the_tokens_of_transformers(served):
+    """It is of tokens of the prompt too, and in a batch with a row that has drafts."""
+    plain = served.theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0]
+    want = served.theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, repetition_penalty=1.7)[0]
+    assert len({*want.tolist()} - {*PROMPT}) > len({*plain.tolist()} - {*PROMPT})
+    decode = served.source.tokenizer.decode
+
+    async def scene(client: Client) -> Any:
+        asked: Any = {"temperature": 0, "max_tokens": 12}
+        requests = (client.complete(PROMPT, **asked, repetition_penalty=penalty) for penalty in (1.7, 1))
+        return [reply.json["choices"][0]["text"] for reply in await asyncio.gather(*requests)]
+
+    assert served.run(scene) == [decode(one.tolist())[len(decode(PROMPT)) :] for one in (want, plain)]
+
+
 WORKS: dict[str, Any] = {
     "echo": True, "frequency_penalty": 2.0, "presence_penalty": 2.0, "logit_bias": {"7": 100}, "logprobs": 1,
     "max_tokens": 2, "max_completion_tokens": 2, "n": 2, "temperature": 1.0, "top_p": 0.5, "seed": 3, "stop": ["x"],
     "stream": True, "stream_options": {"include_usage": True}, "top_logprobs": 1, "model": "other", "prompt": [5],
     "messages": [{"role": "user", "content": "Thanks"}], "top_k": 1, "min_p": 1.0, "parse_special": False,
-    "stop_token_ids": [7], "chat_template_kwargs": {"greeting": "Hi"},
+    "stop_token_ids": [7], "repetition_penalty": 3.0, "chat_template_kwargs": {"greeting": "Hi"},
 }  # fmt: skip
 """Keys that act, OpenAI's and others -> a value that changes the answer, beside those of `NEEDS`."""
 NEEDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "seed": 1}, "seed": {"temperature": 1.0}, "temperature": {"seed": 1},
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
     "frequency_penalty": {"max_tokens": 20}, "presence_penalty": {"max_tokens": 20},
+    "repetition_penalty": {"max_tokens": 20},
     "top_k": {"temperature": 9.0, "seed": 1}, "min_p": {"temperature": 9.0, "seed": 1},
     "parse_special": {"prompt": "<|im_end|> yes"}, "stop_token_ids": {"logit_bias": {"7": 100}},
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -288,6 +289,13 @@ def test_the_grammar_of_a_call_is_read_back(form, served):
     assert len(read_calls(form, written, ["now"], is_parallel=True)[1]) == 1
     other = LLMatcher(grammars.tokens, text, log_level=0)
     assert not other.consume_tokens(served.source.tokenizer.encode(written.replace("now", "nox")).tolist())
+
+
+@pytest.mark.parametrize("read", ["of_schema", "of_regex", "of_lark"])
+def test_a_server_without_the_extra_says_what_to_install(read, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'meshpar\[structured\]'"):
+        getattr(Grammars(tokenizer, 320, {2}), read)({} if read == "of_schema" else "a")
 
 
 def test_a_model_without_ends_has_no_grammars(served):

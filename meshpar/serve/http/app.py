@@ -191,7 +191,11 @@ class Endpoints:
         if not 0 < len(prompts) * num_answers <= most:
             what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
             raise ApiError(400, what, "n")
-        sampling, adjustment, scores = body.sampling(self.default), body.adjustment, body.num_ranked is not None
+        sampling, adjustment, scores = (
+            body.sampling(self.default),
+            body.adjustment(self.default),
+            body.num_ranked is not None,
+        )
         if scores and not self.scores:
             what = "logprobs: a model of your own is served without log-probabilities; leave it out"
             raise ApiError(400, what, "logprobs")

@@ -70,7 +70,7 @@ class Structured(BaseModel):
 class Body(BaseModel):
     """The keys that completions and chats share.
 
-    `top_k`, `min_p`, `stop_token_ids` and `structured_outputs` are not OpenAI's.
+    `top_k`, `min_p`, `stop_token_ids`, `repetition_penalty` and `structured_outputs` are not OpenAI's.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -86,6 +86,7 @@ class Body(BaseModel):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field(max_length=64)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=MOST_BIASED)] = (
         None
     )
@@ -125,11 +126,13 @@ class Body(BaseModel):
         """
         return self.structured_outputs and self.structured_outputs.grammar_of(grammars)
 
-    @property
-    def adjustment(self) -> Adjustment:
-        """What is added to the logits."""
-        bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
-        return Adjustment(bias=bias, presence=self.presence_penalty or 0.0, frequency=self.frequency_penalty or 0.0)
+    def adjustment(self, default: SamplingDefaults) -> Adjustment:
+        """How single logits change."""
+        return Adjustment(
+            bias={int(key): value for key, value in (self.logit_bias or {}).items()},
+            presence=self.presence_penalty or 0.0, frequency=self.frequency_penalty or 0.0,
+            repetition=self.repetition_penalty or default.repetition_penalty,
+        )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshpar.errors import DataError, DataWarning, Problems
+from meshpar.errors import DataError, Problems
 from meshpar.regular import open_regular
 
 CONFIG = "config.json"
@@ -62,6 +61,7 @@ class SamplingDefaults(NamedTuple):
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 NEUTRAL = SamplingDefaults()
@@ -69,18 +69,15 @@ NEUTRAL = SamplingDefaults()
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The settings in `generation_config.json`, if they are to sample (`do_sample`).
+    """The settings in `generation_config.json`; those of sampling only if it says `do_sample`.
 
     Raises:
       DataError: a value is wrong, or the file cannot be read.
-
-    Warns:
-      DataWarning: the model should be sampled with a penalty, which is not supported.
     """
     settings = _read(folder)[GENERATION]
-    if settings.get("do_sample") is not True:
-        return NEUTRAL
-    limits = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31 - 1), "min_p": (0, 1)}
+    limits = {"repetition_penalty": (0.01, 10)}
+    if settings.get("do_sample") is True:
+        limits |= {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31 - 1), "min_p": (0, 1)}
     found: dict[str, Any] = {key: settings[key] for key in limits if settings.get(key) is not None}
     problems = Problems()
     for key, value in found.items():
@@ -88,9 +85,6 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
         if type(value) not in ((int,) if key == "top_k" else (int, float)) or not low <= value <= high:
             problems.add(f"{folder / GENERATION}: {key} = {value!r}", f"is not from {low} to {high}", "remove it")
     problems.raise_any(DataError, "how the model is sampled cannot be read:")
-    if settings.get("repetition_penalty") not in (None, 1, 1.0):
-        what = f"repetition_penalty = {settings['repetition_penalty']} is not supported: answers are sampled without it"
-        warnings.warn(f"{folder / GENERATION}: {what}", DataWarning, stacklevel=2)
     return SamplingDefaults(**found | {"top_k": found.get("top_k") or None, "top_p": found.get("top_p") or 1.0})
 
 
