@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LENGTH = 64
+LENGTH = 48
 
 
 def rows(num: int = 2048, seed: int = 0) -> dict[str, np.ndarray]:
@@ -37,13 +37,13 @@ class StateSpace(nn.Module):
             return a * c - b * d, a * d + b * c, c * x - d * y + z, c * y + d * x + w
 
         x = (1 - size) * u
-        moves = [part * jnp.ones_like(x) for part in (real, imaginary)]
+        moves = [jnp.broadcast_to(part, (1, *x.shape[1:])) for part in (real, imaginary)]  # the same for all rows
         _, _, x, y = jax.lax.associative_scan(joined, (*moves, x, jnp.zeros_like(x)), axis=1)
         return x, y
 
 
 class Forecast(nn.Module):
-    width: int = 64
+    width: int = 32
     layers: int = 2
 
     @nn.compact

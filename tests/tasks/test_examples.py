@@ -18,7 +18,7 @@ EXAMPLES = sorted({path.stem for path in FOLDER.glob("*.yaml")} - DECODERS)
 LEARNED = {
     "digits_vit": ("accuracy", 0.93), "digits_resnet": ("accuracy", 0.93), "masked_tokens": ("accuracy", 0.8),
     "clip_pairs": ("recall_at_1", 0.8), "house_prices": ("r2", 0.98), "time_series": ("r2", 0.95),
-    "digits_diffusion": ("r2", 0.8),
+    "digits_diffusion": ("r2", 0.8), "recommender": ("auc", 0.75), "sentence_pairs": ("accuracy", 0.79),
 }  # fmt: skip
 """Metric -> the least value that a trained example must have."""
 MESHES = {
@@ -31,6 +31,8 @@ SMALL = {
     "time_series": {"layers": 1, "width": 16},
     "digits_diffusion": {"width": 8},
 }
+STARTS_FROM = {"sentence_pairs": "masked_tokens"}
+"""Example -> the one that is trained before it, from whose checkpoint it starts."""
 
 
 @pytest.fixture
@@ -49,6 +51,7 @@ def placed(example, folder, mesh, preset, dtype) -> Run:
     data = run.data.model_copy(update={"transform": None, "batch_size": 16})
     rules = {"preset": preset, "unnamed": []}
     changes = {"precision": {"params": dtype, "compute": dtype}, "run_dir": folder, "mesh": mesh, "rules": rules}
+    changes["init"] = None
     if dtype == "float32":  # Adam would divide the rounding of tiny gradients by their size
         changes["optim"] = {"kind": "sgd", "lr": 0.05}
     return Run.model_validate({**dict(run), "model": model, "data": data, **changes})
@@ -72,7 +75,15 @@ def test_an_example_is_equal_to_one_device(here, tmp_path, float64, example, mes
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_learns(here, tmp_path, example):
-    with jax.numpy_dtype_promotion("standard"):
-        fit(load(f"{example}.yaml", [f"run_dir={tmp_path}"]), json=True)
     name, least = LEARNED[example]
+    if start := STARTS_FROM.get(example):
+        train(start, tmp_path / "start")
+        train(example, tmp_path / "scratch", "init=null")
+        assert runs.records(tmp_path / "scratch", "evaluation")[-1][name] < least
+    train(example, tmp_path, *([f"init.from_checkpoint={tmp_path / 'start'}"] if start else []))
     assert runs.records(tmp_path, "evaluation")[-1][name] >= least
+
+
+def train(example, folder, *changes):
+    with jax.numpy_dtype_promotion("standard"):
+        fit(load(f"{example}.yaml", [f"run_dir={folder}", *changes]), json=True)
