@@ -6,6 +6,7 @@
 """
 
 from meshpar.train.data import (
+    ArrayRecord,
     Arrow,
     Bytes,
     Chat,
@@ -25,10 +26,11 @@ from meshpar.train.data import (
     Synthetic,
     Text,
     TokenizerFile,
+    WebDataset,
 )
 
 __all__ = [
-    "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "LinearWeights", "Mixture", "MixtureComponent", "NoData", "Numpy",
-    "Parquet", "PiecewiseWeights", "Preferences", "Prompts", "Shards", "StandardLibrary", "Synthetic", "Text",
-    "TokenizerFile",
+    "ArrayRecord", "Arrow", "Bytes", "Chat", "Ids", "Jsonl", "LinearWeights", "Mixture",
+    "MixtureComponent", "NoData", "Numpy", "Parquet", "PiecewiseWeights", "Preferences", "Prompts", "Shards",
+    "StandardLibrary", "Synthetic", "Text", "TokenizerFile", "WebDataset",
 ]  # fmt: skip

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from tests.sources import field
+
 CLASSES = ("bars", "dots", "rings")
 NUM = 30
 """Pictures, a third of each class."""
@@ -86,14 +88,6 @@ WRITERS = {
 
 def example(picture: bytes, label: int) -> bytes:
     """A `tf.train.Example` in the wire format of protocol buffers, byte by byte."""
-    image = _field(1, b"image") + _field(2, _field(1, _field(1, picture)))
-    number = _field(1, b"label") + _field(2, _field(3, _field(1, bytes([label]))))
-    return _field(1, _field(1, image) + _field(1, number))
-
-
-def _field(number: int, content: bytes) -> bytes:
-    size, length = len(content), b""
-    while size > 127:
-        length += bytes([size & 127 | 128])
-        size >>= 7
-    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+    image = field(1, b"image") + field(2, field(1, field(1, picture)))
+    number = field(1, b"label") + field(2, field(3, field(1, bytes([label]))))
+    return field(1, field(1, image) + field(1, number))

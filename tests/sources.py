@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
 
-from meshpar.train.data import Arrow, Jsonl, Mixture, Numpy, Parquet, Synthetic, Text
+from meshpar.train.data import ArrayRecord, Arrow, Jsonl, Mixture, Numpy, Parquet, Synthetic, Text, WebDataset
 from meshpar.train.data.corpus import Batching
 from meshpar.train.data.tokenizer import Ids, TokenizerFile
 
@@ -62,10 +64,52 @@ def _texts(folder: Path, tokenizer: TokenizerFile) -> dict[str, Batching]:
     for i, text in enumerate(texts()):
         (folder / "texts" / f"{i:02}.txt").write_text(text)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"id": 1, "body": text}) + "\n\n" for text in texts()))
+    write_tars(folder / "tars", texts())
+    write_records(folder / "records", texts())
+    records = ArrayRecord(path=str(folder / "records" / "examples"), tokenizer=tokenizer, **BATCHES)
+    plain = {"path": str(folder / "records" / "plain"), "feature": None}
     return {
+        "webdataset": WebDataset(path=str(folder / "tars"), tokenizer=tokenizer, **BATCHES),
+        "array_record": records,
+        "array_record of texts": records.model_copy(update=plain),
         "text": Text(path=str(folder / "texts"), tokenizer=tokenizer, **BATCHES),
         "jsonl": Jsonl(path=str(folder / "texts.jsonl"), field="body", tokenizer=tokenizer, **BATCHES),
     }
+
+
+def write_tars(folder: Path, documents: list[str]) -> None:
+    """Two files, with a member of JSON beside each text."""
+    folder.mkdir()
+    for part in range(2):
+        with tarfile.open(folder / f"{part}.tar", "w") as tar:
+            for i, text in list(enumerate(documents))[part::2]:
+                for suffix, content in {"json": b'{"id": %d}' % i, "txt": text.encode()}.items():
+                    member = tarfile.TarInfo(f"a/{i:03}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+def write_records(folder: Path, documents: list[str]) -> None:
+    """Two files of `tf.train.Example` with the feature `text`, and two whose records are the texts."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    examples = [field(1, field(1, field(1, b"text") + field(2, field(1, field(1, t.encode()))))) for t in documents]
+    for name, records in {"examples": examples, "plain": [text.encode() for text in documents]}.items():
+        (folder / name).mkdir(parents=True)
+        for part in range(2):
+            writer = ArrayRecordWriter(str(folder / name / f"{part}.array_record"), "group_size:1")
+            for record in records[part::2]:
+                writer.write(record)
+            writer.close()
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes in the wire format of protocol buffers."""
+    size, length = len(content), b""
+    while size > 127:
+        length += bytes([size & 127 | 128])
+        size >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
 
 
 def _arrow(folder: Path, tokenizer: TokenizerFile, ids: list[list[int]]) -> dict[str, Batching]:

@@ -12,7 +12,7 @@ from meshpar.train.data.shards.build import build
 from tests.chats import UNMARKED, conversations, write_lines
 from tests.chats import write_tokenizer as write_chat_tokenizer
 from tests.pictures import pictures, write_folders
-from tests.sources import texts, write_tokenizer
+from tests.sources import texts, write_records, write_tars, write_tokenizer
 
 
 def written(folder: Path) -> None:
@@ -34,6 +34,8 @@ def written(folder: Path) -> None:
             (folder / f"{prefix}-lines" / f"{half}.jsonl").write_text("".join(some))
         (folder / f"{prefix}-tables").mkdir()
         (folder / f"{prefix}-ids").mkdir()
+        write_tars(folder / f"{prefix}-tars", documents)
+        write_records(folder / f"{prefix}-records", documents)
         for half, some in {"a": documents[::2], "b": documents[1::2]}.items():
             table = pa.table({"text": some, "other": [text.upper() for text in some]})
             parquet.write_table(table, folder / f"{prefix}-tables" / f"{half}.parquet")

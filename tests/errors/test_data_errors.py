@@ -213,7 +213,7 @@ there is no data to train on:
     )
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "numpy"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "array_record", "webdataset", "numpy"])
 def test_a_path_that_does_not_exist_is_refused(folder: Path, kind: str):
     tokenizer = {"tokenizer": IDS} if kind == "numpy" else {}
     assert (
@@ -424,7 +424,8 @@ meshpar: 3 problems in config.yaml:
     must be greater than 0.0, got -1
   data.parts.1.data (config.yaml:2)
     no kind is called 'sinthetic'
-    did you mean synthetic? There are text, stdlib, synthetic, jsonl, chat, parquet, arrow, numpy, shards
+    did you mean synthetic? There are text, stdlib, synthetic, jsonl, chat, parquet, arrow, \
+array_record, webdataset, numpy, shards
 """,
     f"{{kind: mixture, seq_len: 32, parts: [{PART}, {{weight: 1, data: {{kind: synthetic, seq_len: 16}}}}]}}": """\
 meshpar: 1 problem in config.yaml:

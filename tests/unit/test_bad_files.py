@@ -21,6 +21,7 @@ from tests.damage import at_most, damaged
 from tests.sources import write_tokenizer
 
 KINDS = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "arrow": "arrow", "numpy": "npy", "numpy ": "npz"}
+KINDS |= {"webdataset": "tar", "array_record": "array_record"}
 IDS = {"kind": "ids", "vocab_size": 300, "bos": 0}
 
 

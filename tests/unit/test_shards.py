@@ -32,6 +32,7 @@ from tests.sources import BATCHES, texts, write_sources, write_tokenizer
 from tests.waiting import is_alive, wait_for
 
 SOURCES = ["text", "jsonl", "parquet", "parquet of ids", "arrow", "arrow of ids", "arrow stream of ids"]
+SOURCES += ["webdataset", "array_record"]
 
 
 @pytest.fixture(scope="module")

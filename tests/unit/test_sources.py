@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpar.errors import DataError
-from meshpar.train.data import Arrow, Jsonl, Numpy
+from meshpar.train.data import ArrayRecord, Arrow, Jsonl, Numpy, WebDataset
 from meshpar.train.data.corpus import Batching, Corpus
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.documents import Documents
 from meshpar.train.data.tokenizer import Ids, TokenizerFile
-from tests.sources import BATCHES, mixture, texts, write_sources, write_tokenizer
+from tests.sources import BATCHES, mixture, texts, write_records, write_sources, write_tars, write_tokenizer
 
 SAME = ["text", "jsonl", "parquet", "parquet of ids", "arrow", "arrow of ids", "arrow stream of ids", "npy", "npz"]
+SAME += ["webdataset", "array_record", "array_record of texts"]
 ALL = [*SAME, "matrix", "synthetic", "mixture"]
 
 
@@ -245,3 +248,73 @@ def test_a_vector_without_bos_is_one_document_and_an_opening_bos_is_not_doubled(
     assert bodies(lines) == Counter([(5, 9), (5, 6, 9)])
     alone = Numpy(path=str(tmp_path / "e.npy"), tokenizer=data.tokenizer).documents()
     assert np.array_equal(lines.share, alone.share)
+
+
+# Tars, records, and folders of the library datasets --------------------------------------------------------------
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-600])
+
+
+WRONG = {
+    "suffix": (
+        "webdataset", {"suffix": "md"},
+        "0.tar\n    has no member with the suffix 'md'\n    data.suffix is one of json, txt"),
+    "feature": (
+        "array_record", {"feature": "txt"},
+        "row 0\n    has no feature 'txt'\n    data.feature=text?\n  {}/0.array_record, row 1\n    has no feature"),
+    "texts": (
+        "array_record of texts", {"feature": "text"},
+        "row 0\n    it is no tf.train.Example\n    data.feature=null"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_document_that_is_elsewhere_is_named(what: str, sources: dict[str, Batching]):
+    name, update, message = WRONG[what]
+    corpus = sources[name].model_copy(update=update)
+    with pytest.raises(DataError) as error:
+        corpus.documents()  # pyright: ignore
+    assert message.format(corpus.path) in str(error.value)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(WebDataset, "0.tar\n    does not end as a tar file does: it was cut off"),
+                          (ArrayRecord, "0.array_record\n    is no whole ArrayRecord file")]
+)  # fmt: skip
+def test_a_file_that_is_cut_off_is_named(kind: type, message: str, tmp_path: Path):
+    write_tars(tmp_path / "tars", texts())
+    write_records(tmp_path / "records", texts())
+    path = tmp_path / ("tars/0.tar" if kind is WebDataset else "records/examples/0.array_record")
+    if kind is WebDataset:
+        path.write_bytes(path.read_bytes()[: 512 * 5])
+    else:
+        cut_off(path)
+    with pytest.raises(DataError) as error:
+        kind(path=str(path)).documents()
+    assert message in str(error.value)
+
+
+def data_set(folder: Path, content: list[str]) -> Path:
+    """A data set as `save_to_disk` of the library datasets 5.2 writes it, and the cache of a `map`."""
+    folder.mkdir(parents=True)
+    for name in ("data-00000-of-00001.arrow", "cache-8a1f.arrow"):
+        table = pa.table({"text": content})
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "8a", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_a_folder_of_datasets_is_read_without_its_caches_and_split_by_split(tmp_path: Path):
+    folder = data_set(tmp_path / "all" / "train", ["ab", "c"])
+    data_set(tmp_path / "all" / "test", ["d"])
+    assert sum(bodies(Arrow(path=str(folder)).documents()).values()) == 2
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"has several splits: test, train\n    data.path=.*/all/test"):
+        Arrow(path=str(tmp_path / "all")).documents()
+    (folder / "state.json").write_text("[]")
+    with pytest.raises(DataError, match="is no state of a data set"):
+        Arrow(path=str(folder)).documents()

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from meshpar.train.data.array_record import ArrayRecord
 from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.chat.corpus import Chat
 from meshpar.train.data.chat.preferences import Preferences
@@ -14,13 +15,14 @@ from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.mixture import AnyCorpus, Mixture, MixtureComponent
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.shards.config import Shards
+from meshpar.train.data.tars import WebDataset
 from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 from meshpar.train.data.weights import LinearWeights, PiecewiseWeights
 
 __all__ = [
-    "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "LinearWeights", "Mixture", "MixtureComponent",
-    "NoData", "Numpy", "Parquet", "PiecewiseWeights", "Preferences", "Prompts", "Shards", "StandardLibrary",
-    "Synthetic", "Text", "TokenizerFile",
+    "ArrayRecord", "Arrow", "Bytes", "Chat", "Data", "Dataset", "Ids", "Jsonl", "LinearWeights", "Mixture",
+    "MixtureComponent", "NoData", "Numpy", "Parquet", "PiecewiseWeights", "Preferences", "Prompts", "Shards",
+    "StandardLibrary", "Synthetic", "Text", "TokenizerFile", "WebDataset",
 ]  # fmt: skip
 
 Data = Annotated[AnyCorpus | Mixture | NoData | Preferences | Prompts, Field(discriminator="kind")]

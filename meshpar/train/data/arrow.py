@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,15 @@ import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest
 from meshpar.train.data.corpus import AtPath, TextCorpus
-from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents
+from meshpar.train.data.documents import HEADING, DocumentOffsets, Documents, no_data
 from meshpar.train.data.encode import Content, check_ids
 from meshpar.train.data.file_ranges import FileRange
 from meshpar.train.data.tokenizer import missing_extra
 
 WHOLE = FileRange(())
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+"""What `datasets` writes beside the files of a data set, and beside its splits."""
 
 
 class Opened(NamedTuple):
@@ -107,6 +111,8 @@ class Parquet(_Column):
 class Arrow(_Column):
     """Arrow files and streams, mapped into memory. Lists of token ids are used without copying them.
 
+    A folder that `save_to_disk` of Hugging Face's `datasets` wrote is one of them.
+
     >>> Arrow(path="train.arrow", column="input_ids").glob
     '**/*.arrow'
     """
@@ -116,6 +122,14 @@ class Arrow(_Column):
 
     def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
         return open_arrow(path, self.column, start, stop)
+
+    def files(self) -> list[Path]:
+        """The files; of a data set that Hugging Face's `datasets` wrote, without what it cached beside them."""
+        if (self.root / SPLITS).is_file():
+            splits = sorted(path.parent.name for path in self.root.glob(f"*/{STATE}"))
+            fix = f"data.path={self.root / splits[0]}" if splits else "the folder of one"
+            raise no_data(f"data.path = {str(self.root)!r}", f"has several splits: {', '.join(splits)}", fix)
+        return [path for path in super().files() if _is_of_data_set(path)]
 
     def units(self, path: Path) -> int:
         return num_batches(path)
@@ -136,6 +150,18 @@ class Arrow(_Column):
                 problems.add(str(path), f"its column {self.column!r} {error}")
         problems.raise_any(DataError, HEADING)
         return Documents.in_place(found, self.tokenizer.bos)
+
+
+def _is_of_data_set(path: Path) -> bool:
+    """Whether the data set in the file's folder, if there is one, has this file. Other files there cache others."""
+    try:
+        state = json.loads(path.with_name(STATE).read_text())
+        return any(one["filename"] == path.name for one in state["_data_files"])
+    except OSError:
+        return True
+    except (ValueError, KeyError, TypeError):
+        what = f"is no state of a data set of the library datasets, and {path.name} is beside it"
+        raise no_data(str(path.with_name(STATE)), what, "move one of the two elsewhere") from None
 
 
 def open_arrow(path: Path, column: str, start: int = 0, stop: int | None = None) -> Opened:

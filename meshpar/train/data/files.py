@@ -56,6 +56,11 @@ def named(files: list[Path], root: Path) -> dict[str, Path]:
     return {(path.name if path == root else path.relative_to(root).as_posix()): path for path in files}
 
 
+def cut_off(what: str) -> ValueError:
+    """A file that does not end as its format says."""
+    return ValueError(f"{what}: it was cut off, or is of another format", "copy it again from where it came from")
+
+
 def _matches(folder: Path, glob: str, without: Set[str]) -> Iterator[Path]:
     """The paths that match; an ignored folder is not entered, because there may be many files in it."""
     if not without:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from meshpar.config import Coerced, Config, Section, default
+from meshpar.train.data.array_record import ArrayRecord
 from meshpar.train.data.arrow import Arrow, Parquet
 from meshpar.train.data.chat.corpus import Chat
 from meshpar.train.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
@@ -15,10 +16,13 @@ from meshpar.train.data.jsonl import Jsonl
 from meshpar.train.data.numpy_files import Numpy
 from meshpar.train.data.round_robin import LONGEST, whole_weights
 from meshpar.train.data.shards.config import Shards
+from meshpar.train.data.tars import WebDataset
 from meshpar.train.data.tokenizer import Tokenizer
 from meshpar.train.data.weights import Phase, WeightSchedule
 
-AnyCorpus = Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow | Numpy | Shards
+AnyCorpus = (
+    Text | StandardLibrary | Synthetic | Jsonl | Chat | Parquet | Arrow | ArrayRecord | WebDataset | Numpy | Shards
+)
 
 
 class MixtureComponent(Config):

@@ -11,7 +11,8 @@ import numpy as np
 
 from meshpar.errors import DataError, nearest
 from meshpar.train.data.arrow import pyarrow
-from meshpar.train.images.files import cut_off, integer
+from meshpar.train.data.files import cut_off
+from meshpar.train.images.files import integer
 from meshpar.tree import human_bytes
 
 GLOB = "**/*.parquet"

@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 from meshpar.config import DataPath, Positive, Section, default
 from meshpar.errors import DataError
 from meshpar.store import local
+from meshpar.train.data import array_record
+from meshpar.train.data import tars as data_tars
 from meshpar.train.images import columns, records, tars
 from meshpar.train.images.augment import Augment, Varied, Whole
 from meshpar.train.images.decode import pillow
@@ -152,9 +154,9 @@ class Images(RowData):
                 default, open_file = columns.GLOB, partial(columns.open_table, image=image, label=label)
             case "webdataset":
                 fields = {"image": self.image_field, "label": self.label_field or "cls"}
-                default, open_file = tars.GLOB, partial(tars.open_tar, **fields)
+                default, open_file = data_tars.GLOB, partial(tars.open_tar, **fields)
             case "array_record":
-                default, open_file = records.GLOB, partial(records.open_records, image=image, label=label)
+                default, open_file = array_record.GLOB, partial(records.open_records, image=image, label=label)
         return opened(path, self.glob or default, default, open_file)
 
     @staticmethod

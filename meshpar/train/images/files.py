@@ -36,11 +36,6 @@ def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Shar
     return some
 
 
-def cut_off(what: str) -> ValueError:
-    """A file that does not end as its format says."""
-    return ValueError(f"{what}: it was cut off, or is of another format", "copy it again from where it came from")
-
-
 def integer(label: object) -> int:
     """A label of a file.
 

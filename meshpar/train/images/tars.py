@@ -11,12 +11,10 @@ import numpy as np
 
 from meshpar.errors import DataError
 from meshpar.regular import open_regular
+from meshpar.train.data.tars import members, named
 from meshpar.train.images.decode import SUFFIXES
-from meshpar.train.images.files import cut_off, integer
+from meshpar.train.images.files import integer
 
-GLOB = "**/*.tar"
-END = bytes(2 * tarfile.BLOCKSIZE)
-"""What ends a tar file."""
 LONGEST_LABEL = 32
 """Bytes of a label."""
 
@@ -71,7 +69,7 @@ def open_tar(path: Path, image: str | None, label: str) -> Tar:
     """
     suffixes = SUFFIXES if image is None else (f".{image}",)
     with open_regular(path) as file:
-        rows = _rows(file, path, suffixes, label)
+        rows = _rows(file, suffixes, label)
     if lonely := [name for name, row in rows.items() if len(row) < 2]:
         has = "picture" if "image" in rows[lonely[0]] else "label"
         fix = "data.image_field and data.label_field are the suffixes of the two"
@@ -81,30 +79,19 @@ def open_tar(path: Path, image: str | None, label: str) -> Tar:
     return Tar(path, start, size, labels)
 
 
-def _rows(file, path: Path, suffixes: tuple[str, ...], label: str) -> dict[str, dict]:
+def _rows(file, suffixes: tuple[str, ...], label: str) -> dict[str, dict]:
     """Name without suffix -> `image`, its place, and `label`."""
     rows: dict[str, dict] = {}
-    whole = os.fstat(file.fileno()).st_size
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                end = max(end, member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
-                folder, _, base = member.name.rpartition("/")
-                name, _, suffix = base.partition(".")
-                key = f"{folder}/{name}".lstrip("/")
-                kind = "image" if f".{suffix.lower()}" in suffixes else "label" if suffix == label else None
-                if not member.isfile() or kind is None:
-                    continue
-                if kind in rows.setdefault(key, {}):
-                    raise ValueError(f"has two of {key}, {kind}", "a name of its own for each row")
-                rows[key][kind] = (member.offset_data, member.size)
-                if kind == "label":
-                    rows[key][kind] = _label(file, member)
-    except tarfile.TarError as error:
-        raise cut_off(f"is no whole tar file ({error})") from None
-    if end > whole or os.pread(file.fileno(), len(END), end)[: len(END)] != END:
-        raise cut_off("does not end as a tar file does")
+    for member in members(file):
+        key, suffix = named(member)
+        kind = "image" if f".{suffix.lower()}" in suffixes else "label" if suffix == label else None
+        if kind is None:
+            continue
+        if kind in rows.setdefault(key, {}):
+            raise ValueError(f"has two of {key}, {kind}", "a name of its own for each row")
+        rows[key][kind] = (member.offset_data, member.size)
+        if kind == "label":
+            rows[key][kind] = _label(file, member)
     return rows
 
 
