@@ -5,6 +5,7 @@ Shapes: B batch, S seq, R residual_seq, D embed, E experts, M mlp.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ from meshpar.nn.describe import functional
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.experts.on_shards import on_shards
-from meshpar.parallel.context import current
+from meshpar.parallel.context import current, tracing
 from meshpar.parallel.outputs import Auxiliary, Sum
 
 _MATRIX = ("experts", "embed", "mlp")
@@ -66,8 +67,11 @@ def mixture(
     targets = jnp.zeros(x_BRD.shape[:2], jnp.int32) if targets_BS is None else targets_BS
     arrays = (x_BRD, targets, router_DE, gate_EDM, up_EDM, down_EMD)
     ctx = current()
-    if ctx is None or ctx.is_local:
+    if ctx is None:
         return _local(experts, *arrays)
+    if ctx.is_local:
+        with tracing(replace(ctx, is_planned=False)):  # the caller adds losses as means
+            return _local(experts, *arrays)
     x, targets, *params = arrays
     y, sums = on_shards(partial(_local, experts), ctx, x, targets, params, DIMS)
     count = jnp.maximum((targets >= 0).sum(dtype=jnp.int32), 1)
