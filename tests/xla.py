@@ -16,3 +16,11 @@ DEFAULT_FUSIONS: dict[str, Any] = {}
 if version("jax").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
     DEFAULT_FUSIONS["xla_cpu_use_fusion_emitters"] = True
+
+AS_USERS: dict[str, Any] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_parallel_codegen_split_count": 32,
+    **DEFAULT_FUSIONS,
+}
+"""Options of a compilation: XLA's defaults again, where seconds of compiling are compared."""

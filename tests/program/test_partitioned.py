@@ -24,6 +24,7 @@ from meshpar.train.training import Training
 from meshpar.verification.trial import QUICK
 from tests.layouts import LAYOUTS
 from tests.program.test_bytes import CODE_MOTION, ROWS, SEQ, prepared, sent_over
+from tests.xla import AS_USERS
 from tests.zoo import MODELS
 from tests.zoo import llama as plain
 from tests.zoo.parts import SEQ as ZOO_SEQ
@@ -113,7 +114,7 @@ def test_the_bytes_of_a_compiled_step_equal_the_traced_ones(model, layout):
     assert by_axes(sent_over(compiled(model, layout))) == by_axes(traced(model, layout))
 
 
-@pytest.mark.parametrize(("model", "layout"), COMPILED[:2])
+@pytest.mark.parametrize(("model", "layout"), COMPILED)
 def test_inspect_names_the_lines_that_explain_names(model, layout):
     """So it does for ZeRO's gathers, also of a parameter that only a function of JAX's reads, as an embedding."""
     moves = {(one.line.split(" (")[0], one.move.kind) for one in adopted(model, layout).activations}
@@ -170,12 +171,12 @@ def seconds_to_compile(model: str, layout: str, lowering: str) -> float:
     jax.clear_caches()
     step = adopted.__wrapped__(model, layout, lowering)
     start = time.process_time()
-    step.compile_step()
+    step.compile_step(AS_USERS)
     return time.process_time() - start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), COMPILED[:2])
+@pytest.mark.parametrize(("model", "layout"), COMPILED)
 def test_a_partitioned_step_compiles_in_at_most_1_3_of_gspmds_seconds(model, layout):
     both = [[seconds_to_compile(model, layout, lowering) for lowering in ("manual", "auto")] for _ in range(3)]
     manual, auto = map(min, zip(*both, strict=True))
