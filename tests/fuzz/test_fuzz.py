@@ -45,6 +45,7 @@ def test_control_a_crash_is_found():
     assert "KeyError: 'planted'" in planted("crash")
 
 
+@pytest.mark.slow
 def test_control_a_case_that_hangs_is_found_and_the_next_case_runs():
     assert planted("hang") == "no end in 5 s"
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 import jax, numpy as np
@@ -55,5 +57,6 @@ def test_a_large_vocabulary_does_not_hang_a_pipeline():
     assert done.stdout == "loss 9.0109\n", "log(8192): parameters of zero have no gradients"
 
 
+@pytest.mark.slow
 def test_control_conditions_that_wait_for_nothing_hang():
     assert run("control").returncode < 0

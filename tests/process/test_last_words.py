@@ -166,7 +166,8 @@ def test_the_limit_is_learnt_from_steps_alone():
 # Chaos --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_ends_chaos(config, number):  # noqa: F811
     running = meshpar("chaos", config, "run_dir=run", "num_steps=100000", "--faults=slow")
     wait_for_step(3, "run/undisturbed", running)

@@ -278,7 +278,9 @@ def without_messages():
     return replace(probes(), ends=Ends(probes().ends.flops))
 
 
-@pytest.mark.parametrize("broken", [without_others, without_activations, without_messages])
+@pytest.mark.parametrize(
+    "broken", [pytest.param(without_others, marks=pytest.mark.slow), without_activations, without_messages]
+)
 def test_control_a_rough_estimate_that_lacks_collectives_disagrees(broken):
     assert disagreements(broken())
 
