@@ -99,8 +99,8 @@ class LocalUpdates(Config):
     """The optimizer of the shared parameters."""
     fragments: Positive = 1
     """Parts of the model whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
-    (streaming DiLoCo). Fragment i of n has every n-th layer, from layer i on. The last fragment also has the parameters
-    that are in no layer."""
+    (streaming DiLoCo). Fragment i of n has every n-th layer, from layer i on, of a stack or of modules with numbers in
+    their paths. The last fragment also has the parameters that are in no layer."""
     overlap_steps: Count = 0
     """Steps from the end of a round to its outer step. Differences are all-reduced during the first of these steps,
     while the slices continue to train (streaming DiLoCo)."""

@@ -38,7 +38,7 @@ from meshpar.parallel.trainable import as_in, filled, without
 from meshpar.sharding.resolve import Placement
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES, place_state, zeros
-from meshpar.train.fragments import Fragment
+from meshpar.train.fragments import Fragment, layer_numbers
 from meshpar.train.gradients import Gradients, Objective, local_gradients
 from meshpar.train.program import (
     WHOLE,
@@ -119,7 +119,9 @@ class Slices:
     @property
     def fragments(self) -> list[Fragment]:
         """The fragments. Their rounds end in turn."""
-        return [Fragment(index, self.local.fragments) for index in range(self.local.fragments)]
+        num = self.local.fragments
+        numbers = layer_numbers(self.alone.trained) if num > 1 else {}
+        return [Fragment(index, num, numbers) for index in range(num)]
 
     def trace_outer(self) -> list[jax.stages.Traced]:
         """Traces `outer_step` of each fragment. The state is donated."""

@@ -81,7 +81,7 @@ def test_an_overlap_is_no_error_on_a_mesh_without_its_axis(layout):
 
 def test_a_fragment_without_parameters_is_refused():
     local = {"axis": "data", "every": 2, "fragments": 2}
-    with pytest.raises(ConfigError, match=r"parallel.local.fragments: 2 fragments .* 0 stacked layers"):
+    with pytest.raises(ConfigError, match=r"parallel.local.fragments: 2 fragments .* has 0: a stack"):
         sent(mlp, "tensor", parallel=Parallel(local=local), rules="replicated", mesh="data=8", num_steps=2)
 
 
