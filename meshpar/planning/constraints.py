@@ -13,7 +13,7 @@ from meshpar.errors import ConfigError, Problems, nearest
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.strategies import Overlap
-from meshpar.planning.layers import layers_of
+from meshpar.planning.layers import has_experts, layers_of, shares_tokens
 from meshpar.planning.machine import Machine
 from meshpar.planning.space import OVERLAPS, Layout, layouts
 
@@ -45,14 +45,21 @@ def constrained(run: Run, machine: Machine, fix: list[str]) -> tuple[list[Layout
     if overlap not in (None, *get_args(Overlap)):
         problems.add(f"--fix {OVERLAP}={overlap}", "not an overlap", ", ".join(get_args(Overlap)))
     problems.raise_any(ConfigError, "the constraints do not fit each other:")
-    every = [*layouts(run, machine.num_devices, machine.per_host, layers_of(run, machine.platform))]
+    stack, experts = layers_of(run, machine.platform), has_experts(run)
+    shares = machine.num_devices == 1 or shares_tokens(run, machine.platform)
+    every = [*layouts(run, machine.num_devices, machine.per_host, stack, experts, shares)]
     if overlap:
         every = [replace(layout, overlap=overlap) if layout.can_overlap else layout for layout in every]
     met = [_met(layout, wanted) for layout in every]
     found = [layout for layout, keys in zip(every, met, strict=True) if len(keys) == len(wanted)]
     if not found:
-        what = " with ".join(f"{key}={wanted[key]}" for key in _conflict(met, wanted))
+        conflict = _conflict(met, wanted)
+        what = " with ".join(f"{key}={wanted[key]}" for key in conflict)
         why = f"a batch of {run.data.batch_size} rows of {run.data.seq_len} tokens, and the layers, must divide"
+        if "mesh.expert" in conflict and not experts:
+            why = "no parameter of the model has a dim called experts, which the axis expert shards"
+        if "mesh.pipe" in conflict and not stack:
+            why = "no stack of equal layers was found in the model, which stages of a pipeline need"
         of = f"no layout of {machine.num_devices} devices"
         raise ConfigError(f"{machine.text}: {of}{' has ' if what else ' fits'}{what}: {why}")
     return found, (overlap,) if overlap else OVERLAPS

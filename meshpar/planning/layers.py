@@ -1,12 +1,15 @@
-"""The layers that a pipeline may divide: those that a model states, or those at which the trace of a loss is cut."""
+"""What axes of a mesh may divide: layers, experts and tokens, as a model states them, or as a user's own has them."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import jax
+
 from meshpar.errors import MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
+from meshpar.experiment.validate import task_of
 from meshpar.models.contract import LayerStack
 from meshpar.planning.space import Layout
 
@@ -16,6 +19,39 @@ def layers_of(run: Run, platform: str) -> LayerStack | None:
     if run.model.has_own_layers:
         return run.model.layer_stack() or None
     return _cut(run.model_dump_json(), platform)
+
+
+def has_experts(run: Run) -> bool:
+    """Whether parameters of a run's model have the dim `experts`, which the axis `expert` shards."""
+    if run.model.has_own_layers:
+        return getattr(run.model, "experts", None) is not None
+    return _names_experts(run.model_dump_json())
+
+
+def shares_tokens(run: Run, platform: str) -> bool:
+    """Whether devices along `tensor` may share the tokens of a row between products, as `megatron_sp` does."""
+    return run.model.has_own_layers or _shares_tokens(run.model_dump_json(), platform)
+
+
+@lru_cache(maxsize=4)
+def _shares_tokens(run: str, platform: str) -> bool:
+    """A user's model may have no dim for a sequence, as a picture, or one that is not divisible."""
+    try:
+        shared = Layout((("tensor", 2),)).applied(Run.model_validate_json(run))
+        prepare(shared, shared.mesh.abstract(platform=platform))
+    except MeshparError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4)
+def _names_experts(run: str) -> bool:
+    made = Run.model_validate_json(run)
+    try:
+        specs = made.model.program(task_of(made)).specs
+    except MeshparError:  # which `prepare` reports
+        return False
+    return any("experts" in spec.dims for spec in jax.tree.leaves(specs))
 
 
 @lru_cache(maxsize=4)  # the space and the probes ask

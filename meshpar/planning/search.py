@@ -212,7 +212,10 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
     divided = None
     if first.countable_step is not None:
         remat, alone_step = next(iter(steps.items()))
-        pairs = {axis: Layout(((axis, 2),), remat=remat) for axis in ACTIVATION_AXES if axis in axes}
+        shares = all(layout.shares_tokens for layout in everything)
+        pairs = {
+            axis: Layout(((axis, 2),), remat=remat, shares_tokens=shares) for axis in ACTIVATION_AXES if axis in axes
+        }
         traced = {axis: _prepared(run, pair, platform) for axis, pair in pairs.items()}
         divided = {axis: _divided(pair, alone_step) for axis, pair in traced.items() if pair}
     return Probes(

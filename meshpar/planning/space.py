@@ -46,6 +46,7 @@ class Layout:
       cut: the number of layers of each virtual stage; empty for the schedule's default.
       dcn: (axis, size) of the part of `sizes` that is across hosts; empty where hosts follow the axes' order.
       overlap: whether activations travel over `tensor` in chunks, beside products.
+      shares_tokens: whether devices along `tensor` share the tokens of a row between products.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -57,6 +58,7 @@ class Layout:
     cut: tuple[int, ...] = ()
     dcn: Sizes = ()
     overlap: Overlap = "none"
+    shares_tokens: bool = True
 
     @cached_property
     def mesh(self) -> dict[str, int]:
@@ -81,12 +83,13 @@ class Layout:
     @property
     def can_overlap(self) -> bool:
         """Whether activations may travel in chunks: beside a pipeline that is refused."""
-        return self.size("tensor") > 1 and not self.schedule
+        return self.size("tensor") > 1 and self.shares_tokens and not self.schedule
 
     @property
     def presets(self) -> list[str]:
         """The rules' presets, one for each axis that needs one."""
-        of_axis = {"tensor": "megatron_sp", "context": "context", "expert": "experts", "pipe": "pipeline"}
+        tensor = "megatron_sp" if self.shares_tokens else "megatron"
+        of_axis = {"tensor": tensor, "context": "context", "expert": "experts", "pipe": "pipeline"}
         found = [self.sharding] if self.sharding else []
         return found + [preset for axis, preset in of_axis.items() if axis in self.mesh] or ["replicated"]
 
@@ -165,7 +168,10 @@ def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
     return MeshLayout.model_validate(dict(sizes)).abstract()
 
 
-def layouts(run: Run, num_devices: int, per_host: int, stack: LayerStack | None = None) -> Iterator[Layout]:
+def layouts(
+    run: Run, num_devices: int, per_host: int, stack: LayerStack | None = None, has_experts: bool | None = None,
+    shares_tokens: bool = True,
+) -> Iterator[Layout]:  # fmt: skip
     """Every layout whose sizes divide the batch, the rows and the layers; `prepare` refuses those that do not fit.
 
     A tensor axis stays inside a host, where its activations travel fast.
@@ -173,16 +179,19 @@ def layouts(run: Run, num_devices: int, per_host: int, stack: LayerStack | None 
     Args:
       per_host: devices that the fast network joins.
       stack: the layers that a pipeline divides. Default: those that the model states.
+      has_experts: whether the axis `expert` has experts to divide. Default: as the model states.
+      shares_tokens: see `Layout`.
     """
     stack = stack or run.model.layer_stack() or None
-    has_experts = getattr(run.model, "experts", None) is not None
+    if has_experts is None:
+        has_experts = getattr(run.model, "experts", None) is not None
     for sizes in _divided(num_devices, ("data", "fsdp", "pipe", "expert", "context", "tensor")):
         large = tuple((axis, size) for axis, size in sizes.items() if size > 1)
         batch_shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
         rows, is_uneven = divmod(run.data.batch_size, batch_shards)
         if is_uneven or sizes["tensor"] > per_host or (sizes["expert"] > 1 and not has_experts):
             continue
-        if run.data.seq_len % (sizes["context"] * sizes["tensor"]):
+        if run.data.seq_len % (sizes["context"] * (sizes["tensor"] if shares_tokens else 1)):
             continue
         padded_to = 0
         if sizes["pipe"] > 1:
@@ -193,7 +202,7 @@ def layouts(run: Run, num_devices: int, per_host: int, stack: LayerStack | None 
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
             if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:
                 continue
-            yield Layout(large, sharding, schedule, count, remat, padded_to)
+            yield Layout(large, sharding, schedule, count, remat, padded_to, shares_tokens=shares_tokens)
 
 
 def _stages_across(sizes: Sizes, num_hosts: int) -> Sizes:

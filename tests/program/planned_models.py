@@ -23,6 +23,26 @@ class Block(nn.Module):
         return x + nn.Dense(self.width, name="down")(y), None
 
 
+class Mixture(nn.Module):
+    """GShard's experts, by products with one-hot masks."""
+
+    width: int = 64
+    experts: int = 8
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, self.width, name="embedding")(tokens)
+        gates = nn.softmax(nn.Dense(self.experts, use_bias=False, name="router")(x))
+        chosen = nn.one_hot(gates.argmax(-1), self.experts)
+        place = jnp.where(chosen > 0, jnp.cumsum(chosen, axis=1) - 1, -1).astype(int)
+        sent = nn.one_hot(place, tokens.shape[1] // 4)  # [group, token, expert, place]
+        up = self.param("up", nn.initializers.lecun_normal(), (self.experts, self.width, 4 * self.width))
+        down = self.param("down", nn.initializers.lecun_normal(), (self.experts, 4 * self.width, self.width))
+        hidden = nn.gelu(jnp.einsum("egpm,emh->egph", jnp.einsum("gtep,gtm->egpm", sent, x), up))
+        back = jnp.einsum("gtep,egpm->gtm", sent * gates[..., None], jnp.einsum("egph,ehm->egpm", hidden, down))
+        return nn.Dense(16, name="head")(nn.LayerNorm()(x + back).mean(1))
+
+
 def stack(width, depth, name, reads_memory=False):
     every = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": nn.broadcast}
     return nn.scan(nn.remat(Block), length=depth, **every)(width, reads_memory, name=name)
@@ -60,6 +80,10 @@ def translator():
     return Translator()
 
 
+def mixture():
+    return Mixture()
+
+
 def classes(model, params, batch, key):
     logits = model.apply({"params": params}, batch["tokens"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 0] % 16).mean()
@@ -72,6 +96,9 @@ def translation(model, params, batch, key):
 
 def dims(*stacks):
     """The names of the dims of the stacks' products."""
+    if stacks == ("experts",):
+        products = {"up": ["experts", "embed", "mlp"], "down": ["experts", "mlp", "embed"]}
+        return products | {"router.kernel": ["embed", "router"], "embedding.embedding": ["vocab", "embed"]}
     found = {}
     for name in stacks:
         for attention in ("attention", "cross") if name == "decoder" else ("attention",):
