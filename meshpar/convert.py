@@ -23,7 +23,6 @@ from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, ex
 from meshpar.interop.family_model import FamilyModel, export_family
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import CONFIG, Pretrained
-from meshpar.interop.imported_data import ImportedData
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of
 from meshpar.interop.peft_export import write_adapter
@@ -37,6 +36,7 @@ from meshpar.train.data import Ids, NoData, TokenizerFile
 from meshpar.train.data.corpus import Batching
 from meshpar.train.data.special_tokens import end_ids
 from meshpar.train.data.tokenizer import Tokenizer
+from meshpar.train.rows.config import RowData
 from meshpar.tree import flatten_with_paths, map_with_path
 
 __all__ = ["from_hf", "to_hf", "to_peft"]
@@ -209,10 +209,14 @@ def _write_language(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None
 
 
 class Saved(NamedTuple):
-    """Where a run's parameters came from: its directory, and the folder of the checkpoint in it."""
+    """Where a run's parameters came from: its directory, and the checkpoint in it."""
 
     run_dir: Path
-    folder: Path
+    checkpoint: Checkpoint
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
 
 
 def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
@@ -235,15 +239,27 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     return run, dict(prepared.merged(params)), saved
 
 
+def carried_of(run: Run, saved: Saved) -> dict[str, jax.Array]:
+    """The state that the forward changes, such as batch statistics, of the checkpoint of a run, by path."""
+    carried = _without_files(run).placement.structs.carried
+    paths = [f"carried.{path}" for path in flatten_with_paths(carried)]
+    return flatten_with_paths(saved.checkpoint.restore({"carried": carried}, paths)["carried"]) if paths else {}
+
+
 def _restored(source: Path) -> tuple[Run, Prepared, Any, Saved]:
     """As `trained`, also prepared on one device, and with the matrices of LoRA for themselves."""
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
     permit_code(run, run_dir)
-    data = run.data if isinstance(run.data, ImportedData) else NoData(**_batches(run))  # its files may be gone
-    prepared = on_one_device(run.model_copy(update={"data": data}))
-    return run, prepared, restore_params(saved, prepared.placement.structs.params), Saved(run_dir, saved.folder)
+    prepared = _without_files(run)
+    return run, prepared, restore_params(saved, prepared.placement.structs.params), Saved(run_dir, saved)
+
+
+def _without_files(run: Run) -> Prepared:
+    """The run prepared on one device; the files of its tokens may be gone."""
+    data = run.data if isinstance(run.data, RowData) else NoData(**_batches(run))
+    return on_one_device(run.model_copy(update={"data": data}))
 
 
 def restore_params(saved: Checkpoint, structs: Any) -> Any:

@@ -9,6 +9,6 @@ meshpar.errors.CheckpointError: ...runs/none does not exist
 """
 
 from meshpar.export.onnx_graph import onnx
-from meshpar.export.stablehlo_program import stablehlo
+from meshpar.export.stablehlo_program import function, stablehlo
 
-__all__ = ["onnx", "stablehlo"]
+__all__ = ["function", "onnx", "stablehlo"]

@@ -1,17 +1,21 @@
-"""The exported function: the forward of a decoder, from parameters by path and tokens to logits."""
+"""The exported functions: a decoder's forward, from parameters by path and tokens to logits, and that of any model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.convert import trained
+from meshpar.convert import carried_of, trained
 from meshpar.errors import CheckpointError
 from meshpar.experiment.config import Run
+from meshpar.experiment.validate import task_of
+from meshpar.interop.flax_model import Import
+from meshpar.interop.forward import forward_of as own_forward
 from meshpar.models.decoder import DecoderModel
 from meshpar.nn.attention.core import Window, documents
 from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
@@ -20,6 +24,8 @@ from meshpar.nn.remat import Remat
 from meshpar.parallel.precision import computed_in, wide
 from meshpar.tree import map_with_path
 
+CARRIED = "carried."
+"""Begins the names of arrays that are no parameters, such as batch statistics."""
 Forward = Callable[[Mapping[str, Any], jax.Array], jax.Array]
 """(parameters by path, int32[batch, seq] tokens) -> float32[batch, seq, vocab_size] logits. A row is one document."""
 
@@ -33,18 +39,65 @@ class Portable(Reference):
         return dot_product_attention(q, k, v, causal(documents(segments, q), window)), None
 
 
-def open_model(source: Path) -> tuple[Run, DecoderModel, dict[str, jax.Array]]:
-    """A run, its decoder, and the parameters of its last checkpoint by path.
+@dataclass(frozen=True)
+class Exportable:
+    """A function whose program can be written.
+
+    Args:
+      apply: (arrays by path, inputs) -> its results.
+      arrays: the parameters, and what else the forward reads, by path; or structs of them.
+      inputs: tree of structs of one row.
+      dims: names of the first dims of every input, whose sizes the program leaves open. Where it cannot be traced so,
+        the next ones are tried.
+      limits: what is known of these sizes, such as `seq <= 64`.
+      of_input, of_output: the names of a single input and of a single result.
+    """
+
+    apply: Callable[[Mapping[str, Any], Any], Any]
+    arrays: Mapping[str, Any]
+    inputs: Any
+    dims: Sequence[str] = ("batch",)
+    limits: Sequence[str] = ()
+    of_input: str = "input"
+    of_output: str = "output"
+
+
+def open_run(source: Path) -> Exportable:
+    """What the last checkpoint of a run computes.
 
     Raises:
-      CheckpointError: there is no checkpoint, or its model is not one of meshpar's decoders.
+      CheckpointError: there is no checkpoint.
+      ConfigError: the model is written for local shards; or a loss of its own calls it with other arrays.
     """
     run, params, saved = trained(source)
-    if not (model := run.model.generation()):
-        what = "only meshpar's own decoders are exported"
-        fix = "pass a function of your own, of the parameters that meshpar.Checkpoints reads, to jax.export"
-        raise CheckpointError(f"{saved.folder}: model.kind = {run.model.kind}: {what}; {fix}")
-    return run, model, params
+    if model := run.model.generation():
+        return of_decoder(model, run.precision.compute, params)
+    if not isinstance(run.model, Import):
+        raise CheckpointError(f"{saved.folder}: a model of kind {run.model.kind} has no export")
+    return _of_own(run.model, run, params, carried_of(run, saved))
+
+
+def _of_own(model: Import, run: Run, params: Mapping[str, jax.Array], carried: Mapping[str, jax.Array]) -> Exportable:
+    """A user's own model in the mode of an evaluation, with the state that its forward changes in training."""
+    own = own_forward(model, task_of(run))
+
+    def apply(arrays: Mapping[str, Any], inputs: Any) -> Any:
+        def read(path: str, _: Any) -> jax.Array:
+            return computed_in(jnp.asarray(arrays[path]), run.precision.compute)
+
+        kept = map_with_path(lambda path, _: jnp.asarray(arrays[f"{CARRIED}{path}"]), own.carried)
+        return own.apply(map_with_path(read, own.params), kept, inputs)
+
+    every = dict(params) | {f"{CARRIED}{path}": x for path, x in carried.items()}
+    structs = {name: spec.struct for name, spec in own.inputs.items()}
+    return Exportable(apply, every, structs, ("batch, seq", "batch") if run.data.array_specs() is None else ("batch",))
+
+
+def of_decoder(model: DecoderModel, compute: str, params: Mapping[str, Any]) -> Exportable:
+    """One of meshpar's own decoders: (parameters by path, int32[batch, seq] tokens) -> logits."""
+    limits = (f"seq <= {model.max_seq_len}",) if model.learned_positions else ()
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return Exportable(forward_of(model, compute), params, tokens, ("batch, seq",), limits, "tokens", "logits")
 
 
 def forward_of(model: DecoderModel, compute: str) -> Forward:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from meshpar.convert import to_hf
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop.export import check_free, whole_or_not
 
 NEEDED = ("torch", "transformers", "onnx", "onnxscript")
@@ -42,7 +42,10 @@ def onnx(source: Path | str, folder: Path | str) -> None:
     check_free(folder)
     with TemporaryDirectory() as temporary:
         there = Path(temporary) / "model"
-        to_hf(source, there)
+        try:
+            to_hf(source, there)
+        except CheckpointError as error:
+            raise CheckpointError(f"ONNX graphs are made from Hugging Face folders: {error}") from None
         with whole_or_not(folder) as made:
             _write(there, made / "model.onnx")
 

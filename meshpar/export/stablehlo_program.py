@@ -9,7 +9,8 @@ signature.json      names, dtypes, shapes and order of arguments and results
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from meshpar.errors import ConfigError, Problems, suggestion
-from meshpar.export.forward import forward_of, open_model
+from meshpar.errors import ConfigError, MeshparError, Problems, excerpt, suggestion
+from meshpar.export.forward import Exportable, of_decoder, open_run
 from meshpar.interop.export import check_free, whole_or_not
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
+from meshpar.tree import flatten_with_paths, map_with_path
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -32,27 +34,64 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 def stablehlo(source: Path | str, folder: Path | str, platforms: Sequence[str] = ("cpu",)) -> None:
     """Exports the last checkpoint of a run as a program for some platforms, of any batch size and length of rows.
 
+    A user's own model is exported as its evaluation calls it. If its trace needs the length of a row, the program has
+    that of the run's data; `signature.json` says so.
+
     Args:
       source: a run directory, or the config of a run.
       folder: created, complete or not at all.
       platforms: some of `cpu`, `cuda`, `rocm` and `tpu`. Devices are not needed.
 
     Raises:
-      ConfigError: lists the unknown platforms.
-      CheckpointError: the folder exists, there is no checkpoint, or its model is not one of meshpar's decoders.
+      ConfigError: lists the unknown platforms; or the model cannot be traced, or called with the arrays of a batch.
+      CheckpointError: the folder exists, or there is no checkpoint.
 
     Memory: the parameters, and a copy of one of them.
     """
     _check_platforms(platforms)
-    folder = Path(folder)
-    check_free(folder)
-    run, model, params = open_model(Path(source))
-    exported = program_of(model, run.precision.compute, params, platforms)
-    with whole_or_not(folder) as made:
-        (made / "model.jax").write_bytes(exported.serialize())
-        (made / "model.mlirbc").write_bytes(exported.mlir_module_serialized)
-        write(made / "model.safetensors", [_written(name, x) for name, x in params.items()])
-        (made / "signature.json").write_text(json.dumps(_signature(exported, params), indent=2) + "\n")
+    check_free(Path(folder))
+    _write(open_run(Path(source)), Path(folder), platforms)
+
+
+def function(
+    apply: Callable[[Any, Any], Any], params: Any, inputs: Any, folder: Path | str, platforms: Sequence[str] = ("cpu",)
+) -> None:
+    """Exports a function of your own, of any number of rows, in the same form; its parameters are arguments by path.
+
+    Args:
+      apply: (params, inputs) -> its results, as `lambda params, batch: model.apply({"params": params}, batch["x"])`.
+      params: tree of arrays, such as those of a state; `meshpar.averaged(state)` are the averages.
+      inputs: tree of arrays or structs; the first dim of each is the rows.
+      folder, platforms: see `stablehlo`.
+
+    Raises: see `stablehlo`.
+
+    Examples:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as name:
+      ...     folder = Path(name) / "linear"
+      ...     function(lambda params, x: x @ params["w"], {"w": jnp.ones((4, 2))}, jnp.ones((1, 4)), folder)
+      ...     program = export.deserialize(bytearray((folder / "model.jax").read_bytes()))
+      >>> program.call({"w": jnp.ones((4, 2))}, jnp.ones((3, 4))).shape
+      (3, 2)
+    """
+    _check_platforms(platforms)
+    check_free(Path(folder))
+
+    def of_paths(arrays: Mapping[str, Any], inputs: Any) -> Any:
+        return apply(map_with_path(lambda path, _: arrays[path], params), inputs)
+
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs)
+    _write(Exportable(of_paths, flatten_with_paths(params), structs), Path(folder), platforms)
+
+
+def _write(made: Exportable, folder: Path, platforms: Sequence[str]) -> None:
+    exported = exported_for(made, platforms)
+    with whole_or_not(folder) as there:
+        (there / "model.jax").write_bytes(exported.serialize())
+        (there / "model.mlirbc").write_bytes(exported.mlir_module_serialized)
+        write(there / "model.safetensors", [_written(name, x) for name, x in made.arrays.items()])
+        (there / "signature.json").write_text(json.dumps(_signature(exported, made), indent=2) + "\n")
 
 
 def _check_platforms(platforms: Sequence[str]) -> None:
@@ -74,33 +113,65 @@ def program_of(
     Args:
       params: path -> array or struct.
     """
-    limits = [f"seq <= {model.max_seq_len}"] if model.learned_positions else []
-    batch, seq = export.symbolic_shape("batch, seq", constraints=limits)
-    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    return exported_for(of_decoder(model, compute, params), platforms)
+
+
+def exported_for(made: Exportable, platforms: Sequence[str]) -> export.Exported:
+    """The program of a function, of open sizes.
+
+    Raises:
+      ConfigError: it cannot be traced with them.
+    """
+    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in made.arrays.items()}
     # Parameters that only training uses, such as the last load of experts, are arguments too: the signature has all.
-    program = jax.jit(forward_of(model, compute), keep_unused=True)
-    return export.export(program, platforms=platforms)(structs, tokens)
+    program = jax.jit(made.apply, keep_unused=True)
+    *others, last = made.dims
+    for dims in others:
+        with suppress(Exception):  # the user's code needs sizes, which it says in many ways
+            return export.export(program, platforms=platforms)(arrays, _with_open_sizes(made, dims))
+    try:
+        return export.export(program, platforms=platforms)(arrays, _with_open_sizes(made, last))
+    except MeshparError:
+        raise
+    except Exception as error:
+        what = f"it cannot be traced for any size of {last}: {type(error).__name__}: {excerpt(str(error))}"
+        fix = "pass a function of fixed sizes to jax.export"
+        raise ConfigError(f"the model cannot be exported: {what}; {fix}") from error
+
+
+def _with_open_sizes(made: Exportable, dims: str) -> Any:
+    sizes = export.symbolic_shape(dims, scope=export.SymbolicScope(made.limits))
+
+    def open_sizes(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*sizes[: x.ndim], *x.shape[len(sizes) :]), x.dtype)
+
+    return jax.tree.map(open_sizes, made.inputs)
 
 
 def _written(name: str, x: jax.Array) -> Written:
     return Written(name, np.dtype(x.dtype), x.shape, partial(np.asarray, x))
 
 
-def _signature(exported: export.Exported, params: Mapping[str, jax.Array]) -> dict[str, Any]:
-    *given, tokens = exported.in_avals
-    (logits,) = exported.out_avals
+def _signature(exported: export.Exported, made: Exportable) -> dict[str, Any]:
+    num = len(made.arrays)
 
-    def described(name: str, aval: Any) -> dict[str, Any]:
-        shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
-        return {"name": name, "dtype": aval.dtype.name, "shape": shape}
+    def described(names: Sequence[str], avals: Sequence[Any]) -> list[dict[str, Any]]:
+        shapes = [[size if isinstance(size, int) else str(size) for size in aval.shape] for aval in avals]
+        return [
+            {"name": name, "dtype": aval.dtype.name, "shape": shape}
+            for name, aval, shape in zip(names, avals, shapes, strict=True)
+        ]
 
+    def names(tree: Any, of_one: str) -> list[str]:
+        return [path or of_one for path in flatten_with_paths(tree)]
+
+    results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return {
         "format": "jax.export",
         "platforms": list(exported.platforms),
         "calling_convention_version": exported.calling_convention_version,
         "jax": version("jax"),
-        "parameters": [described(name, aval) for name, aval in zip(sorted(params), given, strict=True)],
-        "inputs": [described("tokens", tokens)],
-        "outputs": [described("logits", logits)],
+        "parameters": described(sorted(made.arrays), exported.in_avals[:num]),
+        "inputs": described(names(made.inputs, made.of_input), exported.in_avals[num:]),
+        "outputs": described(names(results, made.of_output), exported.out_avals),
     }

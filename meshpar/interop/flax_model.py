@@ -72,7 +72,8 @@ class Import(ModelContract):
             return partial(build, **self.arguments)
         return _linen(self, build)
 
-    def _built(self, seq_len: int) -> _Model:
+    def built(self, seq_len: int) -> _Model:
+        """Imports the model, and makes functions of it that are called with tokens."""
         module = self.module()
         return _of_linen(module, seq_len) if isinstance(module, nn.Module) else _of_nnx(module)
 
@@ -145,7 +146,7 @@ class Import(ModelContract):
             name = (target or "").rpartition(":")[2] or "loss"
             fix = f"def {name}(model, batch), or (model, batch, key); or a loss by name, loss=classify"
             raise ConfigError(f"loss: the loss of rows of arrays is your own, or has a name; {fix}")
-        user = self._built(task.seq_len)
+        user = self.built(task.seq_len)
         init, carried = user.init, user.carried
         structs = jax.eval_shape(lazily(carried), jax.random.key(task.seed))
         carries = bool(jax.tree.leaves(structs))
@@ -187,7 +188,7 @@ class Import(ModelContract):
         if self.manual:
             raise ConfigError("model.manual: a model for local shards cannot generate; model.manual=false")
         with user_code.blamed(self.target):
-            user = self._built(seq_len)
+            user = self.built(seq_len)
             first = jax.random.key(0)
             carried = jax.eval_shape(lazily(user.carried), first)
             apply = decoding = None
@@ -205,7 +206,7 @@ class Import(ModelContract):
         return Causal(apply, decoding, self.axes), user.init
 
     def hugging_face(self) -> Unsupported:
-        return Unsupported("an imported model, for which Hugging Face has no architecture")
+        return Unsupported("an imported model, for which Hugging Face has no architecture; export --format stablehlo")
 
     def _next_token_losses(self, user: _Model, task: Task, carried: Any) -> tuple[Callable[..., LossSums], ...]:
         """Returns the loss of a step and the loss of an evaluation."""

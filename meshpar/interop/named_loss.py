@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -15,6 +15,8 @@ from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.train.loss import Batch, LossSums
 from meshpar.train.rows.spec import COUNTED
 from meshpar.train.tasks import NamedLoss
+
+Spec = TypeVar("Spec")
 
 IF_TRAINING = {
     "train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False,
@@ -61,7 +63,7 @@ class Call:
 
         def trained(model: Any, batch: Batch, key: Any) -> LossSums:
             inputs, more = loss.inputs(batch, key)
-            return loss.sums(self._outputs(model, inputs, loss, key), batch, more, is_training=True)
+            return loss.sums(self.outputs(model, inputs, loss.labels, key), batch, more, is_training=True)
 
         return trained
 
@@ -70,20 +72,33 @@ class Call:
 
         def evaluated(model: Any, batch: Batch, key: Any) -> tuple[LossSums, dict[str, jax.Array], Any]:
             inputs, more = loss.inputs(batch, None)
-            outputs = self._outputs(model, inputs, loss, None)
+            outputs = self.outputs(model, inputs, loss.labels)
             sums = loss.sums(outputs, batch, more, is_training=False)
             return sums, loss.of_rows(outputs, batch) | {COUNTED: batch[COUNTED]}, outputs
 
         return evaluated
 
-    def _outputs(self, model: Any, inputs: Batch, loss: NamedLoss, key: jax.Array | None) -> Any:
+    def outputs(
+        self, model: Any, inputs: Mapping[str, Any], labels: Sequence[str], key: jax.Array | None = None
+    ) -> Any:
+        """What the model returns.
+
+        Args:
+          labels: arrays of the rows that are not among the inputs, for messages.
+          key: of the dropout of a step; None in an evaluation.
+        """
         is_training = key is not None
         flags = {name: IF_TRAINING[name] == is_training for name in self.flags}
-        names = self._names(inputs, loss)
+        names = self._names(inputs, labels)
         rngs = {"rngs": {"dropout": key}} if self.is_linen and is_training else {}
         return model(**{parameter: inputs[name] for parameter, name in names.items()}, **flags, **rngs)
 
-    def _names(self, inputs: Batch, loss: NamedLoss) -> dict[str, str]:
+    def inputs(self, arrays: Mapping[str, Spec], labels: Sequence[str]) -> dict[str, Spec]:
+        """Those arrays of a batch, or specs of them, that the model is called with; see `outputs`."""
+        possible = {name: x for name, x in arrays.items() if name not in (*labels, COUNTED, "rows")}
+        return {name: possible[name] for name in sorted({*self._names(possible, labels).values()})}
+
+    def _names(self, inputs: Mapping[str, Any], labels: Sequence[str]) -> dict[str, str]:
         """Parameter -> the array that it gets.
 
         Raises:
@@ -92,13 +107,13 @@ class Call:
         problems = Problems()
         parameters = (*self.parameters, *self.optional)
         there = ", ".join(inputs)
-        labels = f" besides {', '.join(loss.labels)}" if loss.labels else ""
+        besides = f" besides {', '.join(labels)}" if labels else ""
         for parameter, name in self.given.items():
             if parameter not in parameters:
                 fix = suggestion(parameter, parameters, f"it has {', '.join(parameters)}")
                 problems.add(f"model.inputs.{parameter}", f"the call of {self.target} has no such parameter", fix)
             elif name not in inputs:
-                fix = suggestion(name, inputs, f"the rows have {there}{labels}")
+                fix = suggestion(name, inputs, f"the rows have {there}{besides}")
                 problems.add(f"model.inputs.{parameter} = {name}", "the model can be called with no such array", fix)
         found = {parameter: name for parameter, name in self.given.items() if name in inputs}
         left = [parameter for parameter in self.parameters if parameter not in self.given]
@@ -108,7 +123,7 @@ class Call:
             if parameter in inputs:
                 found[parameter] = parameter
             else:
-                what = f"the call of {self.target} needs it, and the rows have {there}{labels}"
+                what = f"the call of {self.target} needs it, and the rows have {there}{besides}"
                 fix = f"model.inputs={{{parameter}: {next(iter(inputs), 'ARRAY')}}}"
                 problems.add(f"model.inputs.{parameter}", what, fix)
         found |= {name: name for name in self.optional if name in inputs and name not in self.given}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import export as jax_export
+from safetensors.numpy import load_file
 
 from meshpar import convert, generate
 from meshpar.interop import user_code
@@ -135,3 +139,23 @@ def test_a_new_process_generates_from_the_config_and_from_the_directory(tuned, w
     command = [sys.executable, "-m", "meshpar", *words, "--prompt", "3 5", "--max-tokens", "4"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "3 5" + " ".join(map(str, answer_of(by_hand())))
+
+
+def test_the_exported_program_has_the_updates(tuned):
+    """Of rows of any number and length, as a plain model computes them."""
+    assert exit_code("export", "run", "exported") == 0
+    program = jax_export.deserialize(bytearray(Path("exported/model.jax").read_bytes()))
+    arrays, own = load_file("exported/model.safetensors"), importlib.import_module("own_model").Own()
+    for shape in ((1, 3), (5, 8)):
+        tokens = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
+        got = program.call(arrays, {"tokens": tokens})
+        assert abs(got - own.apply({"params": by_hand()}, tokens)).max() < 1e-5
+    signature = json.loads(Path("exported/signature.json").read_text())
+    assert signature["inputs"] == [{"name": "tokens", "dtype": "int32", "shape": ["batch", "seq"]}]
+    assert signature["outputs"] == [{"name": "output", "dtype": "float32", "shape": ["batch", "seq", 64]}]
+    assert {one["name"] for one in signature["parameters"]} == {*flatten_with_paths(by_hand())}
+
+
+def test_onnx_of_an_own_model_is_refused(tuned, capsys):
+    assert exit_code("export", "run", "graph", "--format", "onnx") == 2
+    assert "ONNX graphs are made from Hugging Face folders" in capsys.readouterr().err
