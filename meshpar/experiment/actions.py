@@ -281,6 +281,8 @@ def fit(*subject: Any, **options: Any) -> TrainState | Steps:
       >>> int(state.step)
       2
     """
+    if not subject and "model" in options:
+        subject = (options.pop("model"),)
     is_model = subject and not isinstance(subject[0], (Run, Path, str))
     if is_model and (len(subject) > 1 or options):
         return fit_model(*subject, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -58,6 +59,8 @@ def functions(module: Any, loss: ModelLoss, evaluation: ModelLoss | None, batch:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    if isinstance(function, partial) and isinstance(function.func, type):  # the signature of an NNX class is unknown
+        function = partial(function.func.__init__, None, *function.args, **function.keywords)
     try:
         return signature(function.__init__ if isinstance(function, type) else function).parameters
     except ValueError:  # a builtin without a signature

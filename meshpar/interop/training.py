@@ -123,7 +123,7 @@ def training(
         model's declaration. A dim without a name is called `unnamed`.
       batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
         `batch`.
-      activation_dims: names of dims that only activations have, in `with_logical_constraint`. Rules may use them.
+      activation_dims: names of dims that only activations have, in `with_logical_constraint`. Rules use them.
       axes: the model's own name of a mesh axis -> meshpar's, `{"tp": "tensor"}`, for a model that names mesh axes
         instead of dims. meshpar's own names work as well.
       carried: key -> the initial state that the forward changes, such as batch statistics and random keys. The loss is
@@ -178,6 +178,7 @@ def training(
     on: Any = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
     rules = AxisRules.model_validate(rules)
     check_axes(axes or {})
+    _check_activation_dims(activation_dims, rules)
     dims, batch_dims = check_names(dims=dims, batch_dims=batch_dims)
     ctx = ParallelContext(
         mesh=on,
@@ -249,6 +250,13 @@ def training(
         made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
     made.check_context()
     return made
+
+
+def _check_activation_dims(dims: Sequence[str], rules: AxisRules) -> None:
+    problems = Problems()
+    for dim in (dim for dim in dims if dim not in rules.table):
+        problems.add(f"activation_dims: {dim}", "no rule has this name, so it has no effect", f"a rule {dim}=[axes]")
+    problems.raise_any(ConfigError, "these arguments of training are wrong:")
 
 
 def _check_module_arguments(carried: Any, draws: bool) -> None:

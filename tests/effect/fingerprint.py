@@ -10,7 +10,7 @@ import io
 import re
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from meshpar.config import Config
 from meshpar.experiment import actions
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.serve.rollouts import Rollouts
+from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths
 
 ADDRESS = re.compile(r"0x[0-9a-f]+|<function [^>]*>|id=\d+")
@@ -33,25 +34,33 @@ ADDRESS = re.compile(r"0x[0-9a-f]+|<function [^>]*>|id=\d+")
 def program(run: Run) -> dict[str, str]:
     """The traced step, evaluation and initialization, the shardings, and what is selected; no device is used."""
     prepared = prepare(run, run.mesh.abstract())
-    training = prepared.on_prepared_states
+    parts = {"selected": lambda: prepared.selected, "metrics": lambda: _metrics(run, prepared)}
+    return of_training(prepared) | {name: _hash(part()) for name, part in parts.items()}
+
+
+def of_training(training: Training) -> dict[str, str]:
+    """The programs and the shardings of a training."""
+    prepared = training.on_prepared_states
     parts: dict[str, Callable[[], Any]] = {
-        "state": lambda: _shardings(prepared.placement.structs),
-        "batch": lambda: _shardings(prepared.batch),
-        "dims": lambda: prepared.placement.dims,
-        "options": lambda: prepared.ctx.compiler_options,
-        "selected": lambda: prepared.selected,
-        "order": lambda: None if prepared.order is None else prepared.order.tolist(),
-        "rounds": lambda: prepared.rounds,
+        "state": lambda: _shardings(training.placement.structs),
+        "batch": lambda: _shardings(training.batch),
+        "dims": lambda: training.placement.dims,
+        "options": lambda: training.ctx.compiler_options,
+        "order": lambda: None if training.order is None else training.order.tolist(),
+        "rounds": lambda: training.rounds,
         "step": lambda: _text(
-            jax.make_jaxpr(training.step)(training.placement.structs, prepared.batch | prepared.given)
+            jax.make_jaxpr(prepared.step)(prepared.placement.structs, training.batch | training.given)
         ),
-        "init": lambda: _text(jax.make_jaxpr(lambda: prepared.init(jax.random.key(prepared.seed)))()),
-        "key": lambda: prepared.key and _text(jax.make_jaxpr(prepared.key)(0)),
-        "evaluation": lambda: _text(prepared.lazy_evaluation().traced.jaxpr),
-        "outer": lambda: _outer(prepared),
-        "metrics": lambda: _metrics(run, prepared),
+        "init": lambda: _text(jax.make_jaxpr(lambda: training.init(jax.random.key(training.seed)))()),
+        "key": lambda: training.key and _text(jax.make_jaxpr(training.key)(0)),
+        "evaluation": lambda: _text(training.lazy_evaluation().traced.jaxpr),
+        "outer": lambda: _outer(training),
     }
-    return {name: hashlib.sha256(ADDRESS.sub("", str(part())).encode()).hexdigest() for name, part in parts.items()}
+    return {name: _hash(part()) for name, part in parts.items()}
+
+
+def _hash(part: Any) -> str:
+    return hashlib.sha256(ADDRESS.sub("", str(part)).encode()).hexdigest()
 
 
 def data(run: Run) -> str:
@@ -63,19 +72,34 @@ def data(run: Run) -> str:
 
 def loop(run: Run, **arguments: Any) -> str:
     """What `fit` gives to the loop, to the checkpoints and to the records of a run; nothing is compiled or trained."""
+
+    def call(folder: Path) -> Any:
+        return fit(run.model_copy(update={"run_dir": folder / run.run_dir.name}), **{"json": True} | arguments)
+
+    return spied_on(actions, ("Loop", "checkpoints", "recorder"), call)
+
+
+def spied_on(module: Any, names: Sequence[str], call: Callable[[Path], Any], shown: tuple[type, ...] = ()) -> str:
+    """What a function of a module gives to the classes and functions `names`, and the files that it makes.
+
+    Args:
+      call: calls it with a folder to write into.
+      shown: types of values that tell what they are by their text, besides plain ones.
+    """
     given: dict[str, Any] = {}
 
     def trained(state: Any, shows: bool) -> Any:
         given["signals"] = getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "")
+        given["shows"] = shows
         yield from ()
         return state
 
     def spied(name: str) -> Callable[..., Any]:
-        made = getattr(actions, name)
+        made = getattr(module, name)
 
         def spy(*args: Any, **more: Any) -> Any:
             found = [x.loss if isinstance(x, Rollouts) else x for x in (*args, *more.values())]
-            given[name] = [x for x in found if isinstance(x, (int, float, str, Config, tuple, Path))]
+            given[name] = [x for x in found if isinstance(x, (int, float, str, Config, tuple, Path, *shown))]
             return SimpleNamespace(steps=trained) if name == "Loop" else made(*args, **more)
 
         return spy
@@ -83,11 +107,11 @@ def loop(run: Run, **arguments: Any) -> str:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         patches.enter_context(redirect_stdout(io.StringIO()))
         patches.enter_context(redirect_stderr(io.StringIO()))
-        for name in ("Loop", "checkpoints", "recorder"):
-            patches.enter_context(patch.object(actions, name, spied(name)))
-        patches.enter_context(patch.object(Prepared, "compile_step", lambda self: SimpleNamespace(text="")))
-        patches.enter_context(patch.object(Prepared, "compile_init", lambda self: lambda: SimpleNamespace(step=0)))
-        fit(run.model_copy(update={"run_dir": Path(folder) / run.run_dir.name}), **{"json": True} | arguments)
+        for name in names:
+            patches.enter_context(patch.object(module, name, spied(name)))
+        patches.enter_context(patch.object(Training, "compile_step", lambda self: SimpleNamespace(text="")))
+        patches.enter_context(patch.object(Training, "compile_init", lambda self: lambda: SimpleNamespace(step=0)))
+        call(Path(folder))
         files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
         return ADDRESS.sub("", f"{given} {files}".replace(folder, ""))
 
@@ -96,7 +120,7 @@ def _shardings(structs: Any) -> dict[str, str]:
     return {path: f"{x.shape} {x.dtype} {x.sharding}" for path, x in flatten_with_paths(structs).items()}
 
 
-def _outer(prepared: Prepared) -> list[str]:
+def _outer(prepared: Training) -> list[str]:
     slices = prepared.slices
     return [_text(traced.jaxpr) for traced in slices.trace_outer() + slices.trace_reductions()] if slices else []
 

@@ -19,20 +19,26 @@ from unittest.mock import patch
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import meshpar
+import meshpar.experiment.fit_model as fit_module
 from meshpar import MeshLayout, MeshparError, convert
+from meshpar.checkpoint.retention import Retention
 from meshpar.cli.convert import convert as convert_verb
 from meshpar.cli.generate import generate as generate_verb
 from meshpar.cli.serve import serve as serve_verb
 from meshpar.cli.train import train as train_verb
 from meshpar.config import to_yaml
+from meshpar.experiment.arrays import Batches
 from meshpar.experiment.config import Run, load
 from meshpar.serve.generator import Piece
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.source import Source
+from meshpar.train.records.loggers import TensorBoard
 from meshpar.tree import flatten_with_paths
 from tests.effect import fingerprint
 from tests.effect.files import write_llama, written
@@ -78,6 +84,51 @@ def of_fit(run: Run, callbacks: Any = (), **arguments: Any) -> Any:
     for path in made:
         path.unlink()
     return given, made
+
+
+class Small(nnx.Module):
+    """A user's model."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.down = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(x)
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.up(x))
+
+
+def squared(model: Any, batch: Any) -> jax.Array:
+    return jax.numpy.square(model(batch["x"])).mean()
+
+
+def rows(size: int = 64) -> dict[str, np.ndarray]:
+    return {"x": np.arange(4 * size, dtype="f").reshape(size, 4)}
+
+
+def of_fit_model(subject: Any, *, steps: bool = False, **arguments: Any) -> Any:
+    """What is given to the loop, and the programs and first rows of the training that is made."""
+    seen: list[Any] = []
+    make = fit_module.training
+
+    def spy(*given: Any, **more: Any) -> Any:
+        made = make(*given, **more)
+        seen.append((sorted(fingerprint.of_training(made).items()), given[3]))
+        return made
+
+    def call(folder: Path) -> Any:
+        made = meshpar.fit(model=subject, **arguments | {"run_dir": folder / arguments["run_dir"], "steps": steps})
+        return [*made] if steps else made
+
+    names, shown = ("Loop", "checkpoints_of", "recorder"), (Batches, Retention, list, dict)
+    with patch.object(fit_module, "training", spy), jax.numpy_dtype_promotion("standard"):
+        return fingerprint.spied_on(fit_module, names, call, shown), repr(seen)
 
 
 def source(run: Run) -> Source:
@@ -194,6 +245,11 @@ SPIED = {
 }  # fmt: skip
 ENTRIES = {
     "fit": Entry(meshpar.fit, of_fit, lambda: {"run": of_run(), "json": False}),
+    "fit_model": Entry(
+        fit_module.fit_model, of_fit_model,
+        lambda: {"subject": Small, "loss": squared, "data": rows(), "tx": optax.adam(0.1), "batch_size": 16,
+                 "num_steps": 4, "run_dir": "run", "mesh": "data=8", "rules": ["replicated"], "json": True},
+    ),
     "generate": Entry(
         meshpar.generate, of_generate,
         lambda: {"source": opened(Path("config.yaml")), "prompts": ["a <s>"], "max_tokens": 8},
@@ -216,6 +272,14 @@ ENTRIES = {
 OBJECTS: dict[str, Callable[[], Any]] = {
     "fit.run": lambda: of_run(num_steps=5),
     "fit.callbacks": lambda: (print,),
+    "fit_model.subject": lambda: Wide,
+    "fit_model.loss": lambda: lambda model, batch: 2 * squared(model, batch),
+    "fit_model.tx": lambda: optax.sgd(0.1),
+    "fit_model.data": lambda: rows(128),
+    "fit_model.held_out": lambda: rows(16),
+    "fit_model.callbacks": lambda: (print,),
+    "fit_model.loggers": lambda: (TensorBoard(),),
+    "fit_model.options": dict,
     "generate.source": lambda: source(of_run(data=CONFIG["data"], mesh={"data": 4, "fsdp": 2}, rules=["fsdp"])),
     "generate.draft": lambda: opened(Path("other.yaml")),
     "generate.show": lambda: lambda piece: None,

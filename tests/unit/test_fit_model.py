@@ -15,6 +15,7 @@ from flax import nnx
 
 from meshpar import ConfigError, RunError, fit, training
 from meshpar.experiment.arrays import batches
+from meshpar.interop.module import is_module
 from tests.comparison import largest_difference
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype("f")
@@ -99,6 +100,15 @@ def test_each_row_is_read_once_in_an_epoch():
     rows = np.concatenate([read[index]["row"] for index in range(3)])
     assert sorted(rows[:6]) == sorted(rows[6:]) == [*range(6)]
     assert [*rows[:6]] != [*rows[6:]]
+
+
+def test_a_class_with_some_of_its_arguments_is_a_model():
+    class Sized(nnx.Module):
+        def __init__(self, size, *, rngs):
+            self.down = nnx.Linear(8, size, rngs=rngs)
+
+    assert is_module(partial(Sized, 8)) and is_module(partial(Sized, size=8))
+    assert not is_module(partial(nnx_loss, None))
 
 
 REFUSED = {
