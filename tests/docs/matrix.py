@@ -51,7 +51,11 @@ def strategy_table() -> str:
         ("---", *[":-:"] * len(strategies.MODELS)),
         *((name, *(marks[model, name] for model in strategies.MODELS)) for name in strategies.STRATEGIES),
     ]
-    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    why: dict[str, list[str]] = {}
+    for (model, name), part in strategies.REFUSED.items():
+        why.setdefault(strategies.WHY[part], []).append(f"{name} on `{model}`")
+    reasons = "".join(f"- {'; '.join(cells)}: {reason}.\n" for reason, cells in why.items())
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n✗:\n\n" + reasons
 
 
 def family_table() -> str:
