@@ -74,7 +74,8 @@ def infer_dims(params: Any, loss: Callable[..., Any], batch: Mapping[str, Any], 
         own = [_name(path, i) for i in range(ndim)]
         return tuple(STACKED if one in found.scanned else names.get(found.joined.of(one), UNNAMED) for one in own)
 
-    return {path: named(path, len(x.shape)) for path, x in paths.items()}
+    # A variable of NNX is a box, whose array `dims` name by the variable's own path.
+    return {path.removesuffix(".value"): named(path, len(x.shape)) for path, x in paths.items()}
 
 
 def _one_a_parameter(pairs: set[str], sizes: Mapping[str, int], paths: Mapping[str, Any], found: _Observed) -> set[str]:

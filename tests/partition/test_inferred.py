@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 from meshpar import AxisRules, MeshLayout, infer_dims, training
 from meshpar.cost.traced import traced_collectives, traffic
@@ -24,6 +25,31 @@ SAME = {"heads": "mlp", "kv_heads": "mlp", "head_dim": "unnamed", "vocab": "unna
 def _promotion():
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+class Variables(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_names_of_the_variables_of_nnx_are_those_that_a_training_takes():
+    graph, params = nnx.split(nnx.eval_shape(lambda: Variables(nnx.Rngs(0))))
+    batch = {"x": jnp.ones((8, 8))}
+
+    def loss(params, batch, key):
+        return jnp.square(nnx.merge(graph, params)(batch["x"])).mean()
+
+    dims = infer_dims(params, loss, batch)
+    assert dims["up.kernel"] == ("unnamed", "mlp")
+    rules = AxisRules(preset="megatron", unnamed=())
+    made = training(
+        Variables, lambda model, batch: loss(nnx.state(model), batch, None), optax.sgd(0.1), batch,
+        mesh="data=4 tensor=2", rules=rules, dims=dims,
+    )  # fmt: skip
+    assert "tensor" in str(made.placement.params["up"]["kernel"].get_value().pspec)
 
 
 def boxed(zoo):
