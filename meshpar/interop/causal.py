@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from meshpar.errors import ConfigError
-from meshpar.interop import explicit
+from meshpar.interop import explicit, undeclared
 from meshpar.interop.declared import declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.losses import explained
 from meshpar.sharding.spec import ArraySpec
@@ -99,21 +99,51 @@ def logits_of(model: Causal, params: Any, tokens: jax.Array, specs: Any) -> jax.
             raise ConfigError(f"{call}: {error}; CausalModel.of(lambda params, tokens: ..., params)") from error
 
 
-def decoded_by(model: Causal, params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-    """The logits after one more token, and the next cache, in the context of a mesh.
+def empty_cache(model: Causal, params: Any, length: int, specs: Any) -> Any:
+    """The empty cache of a row of up to `length` tokens, in the context of a mesh; see `logits_of`."""
+    return _of_a_row(model, _empty(model, length), (params,), lambda: _sharded(model, params, specs)[:1])
 
-    Raises:
-      ConfigError: the model declares explicit shardings, which do not fit its cache of one row.
-    """
+
+def decoded_by(
+    model: Causal, params: Any, tokens: jax.Array, cache: Any, length: int, specs: Any
+) -> tuple[jax.Array, Any]:
+    """The logits of a row after one more token, and its next cache, in the context of a mesh; see `empty_cache`."""
     assert model.decoding
+
+    def sharded() -> list[Any]:
+        of_params, of_row = _sharded(model, params, specs)
+        return [of_params, of_row, undeclared.typed(_empty(model, length), (params,), (of_params,), model.axes)]
+
+    return _of_a_row(model, model.decoding.decode, (params, tokens, cache), sharded)
+
+
+def logits_of_row(model: Causal, params: Any, tokens: jax.Array, specs: Any) -> jax.Array:
+    """The logits of int32[1, seq] tokens without a cache, in the context of a mesh; see `logits_of`."""
+    return _of_a_row(model, model.apply, (params, tokens), lambda: _sharded(model, params, specs))
+
+
+def _of_a_row(model: Causal, function: Callable[..., Any], arguments: tuple[Any, ...], of: Callable[[], Any]) -> Any:
+    """Calls a function on a single row, which explicit axes would not divide: without what it declares for them."""
     with flax_rules(model.axes):
         try:
-            return model.decoding.decode(params, tokens, cache)
+            return function(*arguments)
         except ValueError as error:
             if not explicit.is_refusal(error):
                 raise
-            what = "the model declares explicit shardings, which its cache of a single row cannot have"
-            raise ConfigError(f"{what}; CausalModel.of(..., cache=False) recomputes each row") from error
+        return undeclared.called(function, arguments, of(), model.axes)
+
+
+def _empty(model: Causal, length: int) -> Callable[[Any], Any]:
+    decoding = model.decoding
+    assert decoding
+    return lambda params: decoding.init_cache(params, 1, length)
+
+
+def _sharded(model: Causal, params: Any, specs: Any) -> list[Any]:
+    """A tree of `PartitionSpec` of the parameters, and that of the tokens of a row."""
+    tokens = {"tokens": ArraySpec((1, 1), np.dtype("int32"), ("batch", ""))}
+    of_params, of_rows, _ = explicit.shardings((params, tokens, None), (specs, tokens, {}), model.axes)
+    return [of_params, of_rows["tokens"]]
 
 
 def linen_dims(module: nn.Module) -> dict[str, tuple[str | None, ...]]:

@@ -120,11 +120,14 @@ def shapes(init: Callable[[jax.Array], Any], key: jax.Array, names: Names) -> An
     except ValueError as error:
         if not is_refusal(error):
             raise
-    # On axes of one device every dim is divisible. That the rules divide it is checked with those of other models.
-    axes = tuple({axis: name for name, axis in names.items()}.get(axis, axis) for axis in AXES)
-    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes))
-    with use_abstract_mesh(mesh):
+    with use_abstract_mesh(of_ones(names)):  # that the rules divide the arrays is checked with those of other models
         return jax.eval_shape(init, key)
+
+
+def of_ones(names: Names) -> AbstractMesh:
+    """A mesh of explicit axes of one device, whose shardings divide every dim."""
+    axes = tuple({axis: name for name, axis in names.items()}.get(axis, axis) for axis in AXES)
+    return AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes))
 
 
 def typed_dims(struct: Any) -> tuple[str | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import ConfigError
+from meshpar.interop.causal import decoded_by, empty_cache, logits_of_row
 from meshpar.mesh.layout import describe_sizes
+from meshpar.parallel.context import tracing
 from meshpar.parallel.precision import computed_in
 from meshpar.serve.own_model import OwnDecoding
 from meshpar.serve.paged_model import sampling_of
@@ -128,7 +131,9 @@ def _check_cache(decoding: OwnDecoding, params: Any) -> None:
     """
     length = min(CHECKED, decoding.capacity.max_len)
     tokens = jnp.arange(length, dtype=jnp.int32) * 7 % decoding.vocab_size
-    cached, whole = (np.float64(x) for x in on_host(jax.jit(partial(_both, decoding))(params, tokens)))
+    with tracing(replace(decoding.ctx, manual=False)):
+        both = jax.jit(partial(_both, decoding)).trace(params, tokens)
+    cached, whole = (np.float64(x) for x in on_host(both.lower().compile()(params, tokens)))
     allowed = 100 * float(jnp.finfo(decoding.logits_dtype).eps) * max(np.abs(whole).max(), 1.0)
     differences = np.abs(cached - whole).max(-1)
     wrong = ~(differences <= allowed)  # also what is no number
@@ -143,12 +148,11 @@ def _both(decoding: OwnDecoding, params: Any, tokens: jax.Array) -> tuple[jax.Ar
     """The logits [seq, vocab] of a row, with the cache and without it."""
     model = decoding.model
     params = jax.tree.map(lambda x: computed_in(x, decoding.ctx.compute_dtype), params)
-    own = model.decoding
-    assert own
+    length, specs = decoding.capacity.max_len, decoding.specs
 
     def step(cache: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-        logits, cache = own.decode(params, token[None, None], cache)
+        logits, cache = decoded_by(model, params, token[None, None], cache, length, specs)
         return cache, logits[0, 0]
 
-    _, cached = jax.lax.scan(step, own.init_cache(params, 1, decoding.capacity.max_len), tokens)
-    return cached, model.apply(params, tokens[None])[0]
+    _, cached = jax.lax.scan(step, empty_cache(model, params, length, specs), tokens)
+    return cached, logits_of_row(model, params, tokens[None], specs)[0]

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import ConfigError
-from meshpar.interop.causal import Causal, decoded_by, logits_of
+from meshpar.interop.causal import Causal, decoded_by, empty_cache, logits_of
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.precision import computed_in
 from meshpar.partition.function import PartitionedFunction, Sharding
@@ -81,7 +81,8 @@ class OwnDecoding:
         """Tree of `Placement` of the cache: the slots, and then the dims of the model's own cache of one row."""
         if self.model.decoding is None:
             return {}
-        empty = jax.eval_shape(self._empty, self._global_params)
+        with tracing(replace(self.ctx, manual=False)):
+            empty = jax.eval_shape(self._empty, self._global_params)
         rows = self.capacity.num_rows
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), empty)
         axes = [(self.ctx.axes("batch"), *[()] * x.ndim) for x in jax.tree.leaves(empty)]
@@ -160,7 +161,7 @@ class OwnDecoding:
             return jax.tree.map(lambda new, old: jnp.where(begin == 0, new, old), empty, cache)
 
         def one(cache: Any, last: jax.Array, token: jax.Array, is_added: jax.Array) -> Any:
-            logits, new = decoded_by(self.model, params, token[None, None], cache)
+            logits, new = decoded_by(self.model, params, token[None, None], cache, self.capacity.max_len, self.specs)
             return jax.tree.map(lambda new, old: jnp.where(is_added, new, old), (new, logits[0, 0]), (cache, last))
 
         def add(carry: Any, at: Any) -> Any:
@@ -198,9 +199,7 @@ class OwnDecoding:
     # Parts -------------------------------------------------------------------------------------------------------
 
     def _empty(self, params: Any) -> Any:
-        decoding = self.model.decoding
-        assert decoding
-        return decoding.init_cache(params, 1, self.capacity.max_len)
+        return empty_cache(self.model, params, self.capacity.max_len, self.specs)
 
     def _function(self, function: Callable[..., Any], arrays: Sequence[Sharding], results: Sequence[Sharding]) -> Any:
         return PartitionedFunction(function, self.specs, arrays, results)

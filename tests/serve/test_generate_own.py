@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from meshpar import CausalModel, ConfigError, MeshLayout, generate
 from meshpar.serve.sampling import Sampling
@@ -130,6 +131,58 @@ def test_a_model_for_explicit_axes_recomputes_its_rows():
     )  # fmt: skip
     found = generate(model, [[3, 4, 5]], max_tokens=SEQ - 3).completions[0].tokens
     assert found[0] == first
+
+
+class Explicit:
+    """Attention with a cache, in JAX's explicit mode: rows are sharded over `data`, and heads over `tensor`."""
+
+    heads = P("data", None, "tensor", None)
+
+    def projected(self, params, tokens, positions):
+        x = params["embed"].at[tokens].get(out_sharding=P("data", None, None))
+        x = x + params["positions"].at[positions].get(out_sharding=P(None, None))
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name], out_sharding=self.heads) for name in "qkv")
+        return x, q, k, v
+
+    def attended(self, params, x, q, k, v, is_visible):
+        scores = jnp.einsum("bthk,bshk->bhts", q, k, out_sharding=P("data", "tensor", None, None))
+        weights = jax.nn.softmax(jnp.where(is_visible, scores, -1e9))
+        y = jnp.einsum("bhts,bshk->bthk", weights, v, out_sharding=self.heads)
+        x = jnp.tanh(x + jnp.einsum("bthk,hkd->btd", y, params["o"], out_sharding=P("data", None, None)))
+        return jnp.einsum("btd,vd->btv", x, params["embed"], out_sharding=P("data", None, None))
+
+    def __call__(self, params, tokens):
+        length = tokens.shape[1]
+        is_visible = jnp.tril(jnp.ones((length, length), bool))
+        return self.attended(params, *self.projected(params, tokens, jnp.arange(length)), is_visible)
+
+    def init_cache(self, params, batch_size, length):
+        empty = jnp.zeros((batch_size, length, 4, 4), out_sharding=self.heads)
+        return {"k": empty, "v": empty, "end": jnp.zeros((), jnp.int32)}
+
+    def decode(self, params, tokens, cache):
+        end = cache["end"]
+        x, q, k, v = self.projected(params, tokens, end[None])
+        k, v = (jax.lax.dynamic_update_slice_in_dim(cache[name], one, end, 1) for name, one in (("k", k), ("v", v)))
+        logits = self.attended(params, x, q, k, v, jnp.arange(k.shape[1]) <= end)
+        return logits, {"k": k, "v": v, "end": end + 1}
+
+
+def test_a_model_for_explicit_axes_decodes_with_its_cache():
+    """Its rows are of one sequence each, which no axis divides. Without a cache it computes the same tokens."""
+    draw = np.random.default_rng(0)
+    sizes = {"embed": (32, 16), "positions": (16, 16), "o": (4, 4, 16)} | dict.fromkeys("qkv", (16, 4, 4))
+    params = {name: draw.normal(size=size).astype("f") for name, size in sizes.items()}
+    dims = {"embed": ("vocab", "embed"), "o": ("heads", "head_dim", "embed")}
+    dims |= dict.fromkeys("qkv", ("embed", "heads", "head_dim"))
+    plain = {"mesh": "data=4 tensor=2", "rules": {"preset": ["megatron"], "vocab": [], "unnamed": []}, "dims": dims}
+    prompts = [[3, 4, 5], [7, 8, 9, 10]]
+    found = {}
+    for cache in (Explicit(), False):
+        model = CausalModel.of(Explicit().__call__, params, cache=cache, **plain)
+        found[bool(cache)] = generate(model, prompts, max_tokens=NEW)
+    assert [one.tokens for one in found[True].completions] == [one.tokens for one in found[False].completions]
+    assert "with the model's own cache" in str(found[True]) and found[True].cache_bytes > 0
 
 
 def test_a_module_that_takes_more_than_tokens_is_refused():
