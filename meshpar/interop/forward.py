@@ -63,7 +63,10 @@ def _of_rows(model: Import, task: Task, arrays: Mapping[str, ArraySpec]) -> Forw
     labels = task.named.labels if task.named else ()
     module = model.module()
     call = Call.of(module, model.target, model.inputs)
-    given = call.inputs(one_row(arrays), labels)
+    try:
+        given = call.inputs(one_row(arrays), labels)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  or meshpar.export.function, with a function that calls the model") from None
     example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in given.items()}
 
     def outputs(user: Any, inputs: Mapping[str, jax.Array]) -> Any:

@@ -35,6 +35,7 @@ class Call:
       flags: those of `IF_TRAINING` that the call has.
       given: parameter -> array, from the config.
       is_linen: whether the call takes the random keys of Linen.
+      takes_keys: whether the call of an NNX module has a parameter `rngs`, which is None in an evaluation.
     """
 
     target: str
@@ -43,6 +44,7 @@ class Call:
     flags: tuple[str, ...]
     given: Mapping[str, str]
     is_linen: bool
+    takes_keys: bool = False
 
     @classmethod
     def of(cls, module: Any, target: str, given: Mapping[str, str]) -> Call:
@@ -52,11 +54,13 @@ class Call:
         parameters = signature(type(made).__call__).parameters
         kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         named = {name: one for name, one in parameters.items() if name != "self" and one.kind in kinds}
-        arrays = {name: one for name, one in named.items() if name not in IF_TRAINING}
+        is_linen = isinstance(made, nn.Module)
+        takes_keys = "rngs" in named and not is_linen
+        arrays = {name: one for name, one in named.items() if name not in IF_TRAINING and name != "rngs"}
         required = tuple(name for name, one in arrays.items() if one.default is Parameter.empty)
         optional = tuple(name for name in arrays if name not in required)
         flags = tuple(name for name in named if name in IF_TRAINING)
-        return cls(target, required, optional, flags, given, isinstance(made, nn.Module))
+        return cls(target, required, optional, flags, given, is_linen, takes_keys)
 
     def trained(self, loss: NamedLoss) -> Callable[[Any, Batch, Any], LossSums]:
         """The loss of a step: (model, batch, key)."""
@@ -90,7 +94,9 @@ class Call:
         is_training = key is not None
         flags = {name: IF_TRAINING[name] == is_training for name in self.flags}
         names = self._names(inputs, labels)
-        rngs = {"rngs": {"dropout": key}} if self.is_linen and is_training else {}
+        rngs: dict[str, Any] = {"rngs": {"dropout": key}} if self.is_linen and is_training else {}
+        if self.takes_keys:
+            rngs = {"rngs": None if key is None else nnx.Rngs(key)}
         return model(**{parameter: inputs[name] for parameter, name in names.items()}, **flags, **rngs)
 
     def inputs(self, arrays: Mapping[str, Spec], labels: Sequence[str]) -> dict[str, Spec]:

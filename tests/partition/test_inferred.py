@@ -77,8 +77,8 @@ def test_inferred_names_are_those_that_the_author_declares(name):
 def test_dims_that_are_split_into_parts_are_not_sharded():
     """GPT-2's product for queries, keys and values together: a shard of it would not be a part of each."""
     _, found = inferred("gpt2")
-    assert found["h.0.attn.c_attn.kernel.value"] == ("embed", "unnamed")
-    assert found["h.0.mlp.c_fc.kernel.value"] == ("embed", "mlp")
+    assert found["h.0.attn.c_attn.kernel"] == ("embed", "unnamed")
+    assert found["h.0.mlp.c_fc.kernel"] == ("embed", "mlp")
 
 
 def sent(dims, batch, loss, init):

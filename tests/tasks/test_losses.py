@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from sklearn import metrics as sklearn
 
 from meshpar import ConfigError, Run
+from meshpar.interop.named_loss import Call
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 from meshpar.train.tasks.metrics import Gathered, auc, f1, recall
 
@@ -163,3 +165,22 @@ def test_outputs_that_do_not_fit_are_named():
         means(Contrastive(temperature=0.5), scaled, {})
     with pytest.raises(ConfigError, match=r"the loss needs \(a, b\) or \(a, b, scale\)"):
         means(Contrastive(), jnp.zeros((16, 2)), {})
+
+
+class Keyed(nnx.Module):
+    """Its call needs random keys, as models of jax-ml/bonsai do."""
+
+    def __init__(self, *, rngs):
+        self.dropout, self.linear = nnx.Dropout(0.5), nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x, *, rngs):
+        return self.linear(self.dropout(x, rngs=rngs))
+
+
+def test_a_call_that_needs_keys_gets_those_of_a_step_and_none_in_an_evaluation():
+    call, model, x = Call.of(Keyed, "own:Keyed", {}), Keyed(rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    assert call.parameters == ("x",)
+    one, other, again = (call.outputs(model, {"x": x}, (), jax.random.key(i)) for i in (1, 2, 1))
+    assert (one == again).all() and (one != other).any()
+    model.eval()
+    assert (call.outputs(model, {"x": x}, ()) == model.linear(x)).all()
