@@ -54,6 +54,11 @@ class Cut:
         return self.stacks[-1].last
 
     @property
+    def message(self) -> list[Any]:
+        """The types of what a layer passes on. What it adds to the results follows them, and is not sent."""
+        return self.layer.out_avals[: len(self.layer.out_avals) - len(self.adds)]
+
+    @property
     def is_stacked(self) -> bool:
         """Whether the layers' parameters are stacked, and not arguments for each layer."""
         return all(isinstance(one, int) for one in self.own)

@@ -47,8 +47,7 @@ def _message(cut: Cut) -> list[Any]:
     """The arrays that layers of all stacks pass on."""
     values: list[Any] = []
     for one in cut.stacks:
-        found = [v.aval for v in one.layer.jaxpr.outvars]
-        values += [x for i, x in enumerate(found) if found[: i + 1].count(x) > values.count(x)]
+        values += [x for i, x in enumerate(one.message) if one.message[: i + 1].count(x) > values.count(x)]
     return values
 
 
@@ -68,7 +67,7 @@ def _stages(staged: StagedLoss, pipeline: Pipeline, ctx: ParallelContext) -> Ite
         begun = [number for number, first in enumerate(firsts) if first in held]
         flops = sum(layers[numbers[i]] for i in held) + sum(entries[i] for i in begun) + last * (stage == end)
         params = sum(staged.params_of_a_layer[numbers[i]] for i in held)
-        what = f"layers {', '.join(parts)}, with {params:,} parameters"
+        what = f"layer{'s' * (len(held) > 1)} {', '.join(parts)}, with {params:,} parameters"
         between = [f"what stands before layer {firsts[i]}" for i in begun if i]
         what = "; ".join([*(["what stands before"] if 0 in begun else []), what, *between])
         what = f"{what}; what stands after" if stage == end else what

@@ -256,13 +256,15 @@ def test_layers_add_their_auxiliary_losses_to_the_sums_of_their_stage(monkeypatc
         model = Llama(**SIZES | {"num_layers": 4}, experts=experts)
         mesh = ({"pipe": 2, "data": 2, "expert": 2}, ["pipeline", "experts"])
         run = prepared(model, mesh, get_schedule("1f1b", 2, 4), rows=16, seq=8, precision="float32")
-        return run.traced_bytes, run.pipeline.schedule
+        return run.traced_bytes, run.described_cut.rpartition(": ")[2], run.pipeline.schedule
 
-    alone, schedule = sent()
+    alone, drawn, schedule = sent()
+    assert drawn == "f32[4,8,32]"
     message = 16 // 4 // 4 * 8 * 32 * 4
     assert alone["pipe",] == Fraction(message * needed(schedule, 2).total(), 2)
     monkeypatch.setattr(cutter, "added", lambda *of: None)
-    along, _ = sent()
+    along, drawn, _ = sent()
+    assert drawn.startswith("f32[4,8,32], f32[")
     assert along["pipe",] > alone["pipe",]
     assert {axes: along[axes] for axes in along if axes != ("pipe",)} == {
         axes: alone[axes] for axes in alone if axes != ("pipe",)

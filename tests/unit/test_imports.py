@@ -567,12 +567,11 @@ def test_explain_shows_the_stages_of_an_imported_model(meshpar):
     assert drawn[0] == "4 equal layers, a list, of which every stage stores all"
     flops = [2 * 2 * 8 * 16 * 16, 2 * 2 * 8 * 16 * (16 + 64)]
     assert drawn[1].split() == (
-        f"stage 0: what stands before; layers 0, with {per_layer} parameters; {human_flops(flops[0])} "
+        f"stage 0: what stands before; layer 0, with {per_layer} parameters; {human_flops(flops[0])} "
         "in a forward of a microbatch"
     ).split()  # fmt: skip
     assert drawn[4].endswith(
-        f"layers 3, with {per_layer} parameters; what stands after; {human_flops(flops[1])} in a forward of a "
-        "microbatch"
+        f"layer 3, with {per_layer} parameters; what stands after; {human_flops(flops[1])} in a forward of a microbatch"
     )
     assert drawn[5].strip() == "a message of a microbatch is 1.00 KiB on all devices of a stage: f32[2,8,16]"
 
