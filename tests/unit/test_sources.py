@@ -18,6 +18,7 @@ from meshpar.train.data import ArrayRecord, Arrow, Jsonl, Numpy, WebDataset
 from meshpar.train.data.corpus import Batching, Corpus
 from meshpar.train.data.dataset import Dataset
 from meshpar.train.data.documents import Documents
+from meshpar.train.data.encode import Content, encode
 from meshpar.train.data.tokenizer import Ids, TokenizerFile
 from tests.sources import BATCHES, mixture, texts, write_records, write_sources, write_tars, write_tokenizer
 
@@ -318,3 +319,14 @@ def test_a_folder_of_datasets_is_read_without_its_caches_and_split_by_split(tmp_
     (folder / "state.json").write_text("[]")
     with pytest.raises(DataError, match="is no state of a data set"):
         Arrow(path=str(folder)).documents()
+
+
+def test_special_tokens_are_looked_for_once_and_not_for_each_document(
+    sources: dict[str, Batching], monkeypatch: pytest.MonkeyPatch
+):
+    """The files beside a tokenizer's are read each time: it took as long as the encoding."""
+    right, asked = TokenizerFile._beside, []
+    monkeypatch.setattr(TokenizerFile, "_beside", lambda self, key: asked.append(key) or right(self, key))
+    tokenizer = sources["text"].tokenizer  # pyright: ignore
+    assert len(list(encode([Content(i, f"document {i}") for i in range(50)], tokenizer))) == 50
+    assert 0 < len(asked) < 5

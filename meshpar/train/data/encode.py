@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,27 +41,36 @@ def encode(documents: Iterable[Content], tokenizer: Tokenizer) -> Iterator[tuple
     """
     documents = iter(documents)
     problems = Problems()
+    special = _Special(tokenizer.vocab_size, tokenizer.bos, tokenizer.eos)
     while group := list(islice(documents, _TOGETHER)):
-        for document, ids in zip(group, _tokens(group, tokenizer, problems), strict=True):
+        for document, ids in zip(group, _tokens(group, tokenizer, special, problems), strict=True):
             if ids.size:
                 yield _share(document, ids), ids
     problems.raise_any(DataError, HEADING)
 
 
-def _tokens(group: list[Content], tokenizer: Tokenizer, problems: Problems) -> list[np.ndarray]:
+class _Special(NamedTuple):
+    """Of a tokenizer, read once: a tokenizer file looks for the files beside it each time."""
+
+    vocab_size: int
+    bos: int
+    eos: int | None
+
+
+def _tokens(group: list[Content], tokenizer: Tokenizer, special: _Special, problems: Problems) -> list[np.ndarray]:
     texts = [document.content for document in group if isinstance(document.content, str)]
     if isinstance(tokenizer, TokenizerFile) and len(texts) == len(group):
         with suppress(DataError):  # the error does not name the document, so each is then encoded alone
-            return [_closed(ids, tokenizer) for ids in tokenizer.encode_all(texts)]
-    return [_alone(document, tokenizer, problems) for document in group]
+            return [_closed(ids, special.eos) for ids in tokenizer.encode_all(texts)]
+    return [_alone(document, tokenizer, special, problems) for document in group]
 
 
-def _alone(document: Content, tokenizer: Tokenizer, problems: Problems) -> np.ndarray:
+def _alone(document: Content, tokenizer: Tokenizer, special: _Special, problems: Problems) -> np.ndarray:
     try:
         if isinstance(document.content, str):
-            return _closed(tokenizer.encode(document.content), tokenizer)
-        check_ids(document.content, tokenizer.vocab_size)
-        is_opened = document.content[:1].tolist() == [tokenizer.bos]
+            return _closed(tokenizer.encode(document.content), special.eos)
+        check_ids(document.content, special.vocab_size)
+        is_opened = document.content[:1].tolist() == [special.bos]
         return document.content[int(is_opened) :]  # `Documents` inserts the opening token
     except DataError as error:
         problems.add(str(document.where), str(error))
@@ -75,8 +85,8 @@ def _share(document: Content, ids: np.ndarray) -> float:
     return share_of_ids(ids)
 
 
-def _closed(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    return ids if tokenizer.eos is None or not ids.size else np.append(ids, np.array(tokenizer.eos, ids.dtype))
+def _closed(ids: np.ndarray, eos: int | None) -> np.ndarray:
+    return ids if eos is None or not ids.size else np.append(ids, np.array(eos, ids.dtype))
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> None:
