@@ -14,7 +14,8 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 KEYS = [
     "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "stream", "stream_options", "model",
-    "messages", "logprobs", "user", "echo", "unknown", "", "__class__",
+    "messages", "logprobs", "user", "echo", "unknown", "", "__class__", "tools", "tool_choice",
+    "response_format", "structured_outputs", "repetition_penalty", "min_p", "stop_token_ids", "logit_bias",
 ]  # fmt: skip
 PATHS = [
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/", "/page.js", "/../pages.py",
