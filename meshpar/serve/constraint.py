@@ -87,6 +87,9 @@ class Grammar:
         self._matcher = LLMatcher(tokens, text, log_level=0)
         if error := self._matcher.get_error():
             raise ConfigError(f"the grammar cannot be followed: {excerpt(error.strip(), 500)}")
+        first = self.constraint()
+        if not first.allowed(()).any() or first.error:
+            raise ConfigError("the grammar cannot be followed: it matches no text, or takes too long to begin one")
 
     def constraint(self) -> Constraint:
         """The state of one answer."""
@@ -117,4 +120,4 @@ class Constraint:
     @property
     def error(self) -> str | None:
         """Why the grammar cannot be followed any more, such as that a step took too long."""
-        return excerpt(self._matcher.get_error(), 500) if self._matcher.is_error() else None
+        return excerpt(self._matcher.get_error().partition("\n")[0], 500) if self._matcher.is_error() else None

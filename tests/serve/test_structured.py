@@ -155,6 +155,32 @@ def test_a_grammar_with_an_error_is_refused_and_one_that_explodes_ends(served):
     assert time.monotonic() - start < 60
 
 
+NESTED: Any = {"type": "string"}
+for _ in range(100):
+    NESTED = {"type": "array", "items": NESTED}
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": "start: start"}, "it matches no text"),
+    ({"grammar": "start: a\na: b\nb: a"}, "it matches no text"),
+    ({"grammar": "%import /etc/passwd\nstart: x"}, "cannot be followed"),
+    ({"grammar": "start: <[999999]>"}, "too large"),
+    ({"json": {"enum": []}}, "cannot be followed"),
+    ({"json": {"$ref": "file:///etc/passwd"}}, "cannot be followed"),
+    ({"json": {"$ref": "http://127.0.0.1:9/schema"}}, "cannot be followed"),
+    ({"json": {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"json": {"allOf": [{"type": "string"}, {"type": "number"}]}}, "cannot be followed"),
+    ({"json": NESTED}, ""),
+]
+
+
+@pytest.mark.parametrize("case", range(len(HOSTILE)))
+def test_a_grammar_that_nothing_follows_or_that_reads_files_is_refused(case, served):
+    structured, message = HOSTILE[case]
+    if message:
+        assert message in served.refusal(extra_body={"structured_outputs": structured})
+    else:
+        served.chat(extra_body={"structured_outputs": structured}, max_tokens=2)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_must_call_a_tool(stream, served):
     named = {"type": "function", "function": {"name": "weather"}}
