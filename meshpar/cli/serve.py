@@ -36,6 +36,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 selects a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Name of the model.", show_default="that of the folder")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="An adapter of PEFT, which requests choose by NAME; several are allowed."
+        ),
+    ] = None,
     token: Annotated[
         str | None, typer.Option(envvar="MESHPAR_SERVE_TOKEN", help="Bearer token that clients must send.")
     ] = None,
@@ -66,17 +72,21 @@ def serve(
         from meshpar.serve.http.app import endpoints_of
         from meshpar.serve.http.server import run
         from meshpar.serve.open_engine import open_engine
+        from meshpar.serve.side_adapters import adapter_folders, open_adapters
         from meshpar.serve.source import open_source
 
         opened = open_source(source, overrides or [])
         opened.run.mesh.simulate(devices)
         use_cache(no_cache)
+        name = name or source.resolve().name
+        adapters = open_adapters(opened, adapter_folders(adapter or [], name))
         engine = open_engine(
             opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=cache_bytes, chunk=chunk,
             max_queue=queue, draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
+            adapters=adapters,
         )  # fmt: skip
         hosts = LOCAL if host in LOCAL else ("*",)
-        endpoints = endpoints_of(engine, opened, name or source.resolve().name, token, hosts)
+        endpoints = endpoints_of(engine, opened, name, token, hosts, adapters.names if adapters else ())
 
         def ready() -> None:
             address, at, *_ = bound.getsockname()

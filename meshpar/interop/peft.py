@@ -37,26 +37,42 @@ _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
-class AdaptedTensor(Tensor):
-    """A matrix with the update of an adapter, which is computed for the slice that is read.
+class Update:
+    """What an adapter adds to a matrix [out, in]: `scale * b @ a`.
 
     Args:
       a, b: float32 [rank, in], [out, rank].
-      is_transposed: whether the tensor is [in, out].
-
-    Numerics: added in float32 at least, then rounded to the dtype of the tensor.
     """
 
     a: np.ndarray
     b: np.ndarray
     scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True)
+class AdaptedTensor(Tensor):
+    """A matrix with the update of an adapter, which is computed for the slice that is read.
+
+    Args:
+      is_transposed: whether the tensor is [in, out].
+
+    Numerics: added in float32 at least, then rounded to the dtype of the tensor.
+    """
+
+    update: Update
     is_transposed: bool
 
     def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
         base = super().read(rows, columns)
-        left, right = (self.a.T, self.b.T) if self.is_transposed else (self.b, self.a)
+        a, b = self.update.a, self.update.b
+        left, right = (a.T, b.T) if self.is_transposed else (b, a)
         wide = np.promote_types(base.dtype, np.float32) if base.dtype.kind == "f" else np.dtype(np.float32)
-        return (base.astype(wide) + self.scale * (left[rows] @ right[:, columns]).astype(wide)).astype(base.dtype)
+        product = (left[rows] @ right[:, columns]).astype(wide)
+        return (base.astype(wide) + self.update.scale * product).astype(base.dtype)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -98,6 +114,26 @@ def adapted(folder: Path, tensors: Mapping[str, Tensor], prefix: str, transposed
     Memory: the matrices of the adapter.
 
     Raises:
+      CheckpointError: see `updates_in`.
+    """
+    sizes = {name: one.shape[::-1] if name in transposed else one.shape for name, one in tensors.items()}
+    result = dict(tensors)
+    for name, update in updates_in(folder, sizes, prefix).items():
+        one = tensors[name]
+        result[name] = AdaptedTensor(one.file, one.dtype, one.shape, one.begin, update, name in transposed)
+    return result
+
+
+def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Update]:
+    """The updates of an adapter, by the names of the model's tensors.
+
+    Args:
+      sizes: name of each tensor of the model -> its shape, of a matrix (out, in).
+      prefix: see `adapted`.
+
+    Memory: the matrices of the adapter.
+
+    Raises:
       CheckpointError: lists the options that are not supported, and each matrix that does not fit the model.
     """
     problems = Problems()
@@ -105,16 +141,16 @@ def adapted(folder: Path, tensors: Mapping[str, Tensor], prefix: str, transposed
     found = _matrices(folder, problems)
     problems.raise_any(CheckpointError, f"the adapter {folder} cannot be read:")
     _check_config(config, f"{folder / ADAPTER_CONFIG}", problems)
-    result = dict(tensors)
+    result: dict[str, Update] = {}
     modules = sorted({name.rpartition(".lora_")[0] for name in found})
     for module in modules:
         a, b = found.pop(f"{module}.lora_A.weight", None), found.pop(f"{module}.lora_B.weight", None)
         name = f"{module}.weight" if module.startswith((prefix, "lm_head")) else f"{prefix}{module}.weight"
         if a is None or b is None:
             problems.add(module, "has one of lora_A and lora_B, and not the other", "save the adapter again")
-        elif name not in tensors:
+        elif name not in sizes:
             problems.add(module, "the model has no such matrix", "the adapter of this model")
-        elif fitting := _fitting(module, tensors[name], a, b, config, name in transposed, problems):
+        elif fitting := _fitting(module, sizes[name], a, b, config, problems):
             result[name] = fitting
     problems.raise_any(CheckpointError, f"the adapter {folder} cannot be added to its model:")
     return result
@@ -154,28 +190,21 @@ def _check_config(config: Mapping[str, Any], where: str, problems: Problems) -> 
 
 
 def _fitting(
-    module: str,
-    tensor: Tensor,
-    a: Tensor,
-    b: Tensor,
-    config: Mapping[str, Any],
-    is_transposed: bool,
-    problems: Problems,
-) -> AdaptedTensor | None:
-    """The adapted tensor, if the matrices fit it."""
+    module: str, size: tuple[int, ...], a: Tensor, b: Tensor, config: Mapping[str, Any], problems: Problems
+) -> Update | None:
+    """The update, if its matrices fit a matrix of this shape, (out, in)."""
     rank = _pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         problems.add(module, f"its rank {rank!r} or its lora_alpha {alpha!r} is no such number")
         return None
-    sizes = tensor.shape[::-1] if is_transposed else tensor.shape
-    if len(sizes) != 2 or a.shape != (rank, sizes[1]) or b.shape != (sizes[0], rank):
+    if len(size) != 2 or a.shape != (rank, size[1]) or b.shape != (size[0], rank):
         what = f"lora_A{list(a.shape)} and lora_B{list(b.shape)} of rank {rank} do not fit"
-        problems.add(module, f"{what} the model's matrix{list(sizes)}", "the adapter of this model")
+        problems.add(module, f"{what} the model's matrix{list(size)}", "the adapter of this model")
         return None
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     left, right = (one.read().astype(np.float32) for one in (a, b))
-    return AdaptedTensor(tensor.file, tensor.dtype, tensor.shape, tensor.begin, left, right, scale, is_transposed)
+    return Update(left, right, scale)
 
 
 def _pattern(pattern: Any, module: str, default: Any) -> Any:

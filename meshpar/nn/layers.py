@@ -110,11 +110,13 @@ class LowRank(nnx.Module):
         self.a = a
         self.b = b
         self.scale = scale
+        self.used: jax.Array | None = nnx.data(None)
+        """See `Adapter`."""
 
     @property
     def adapter(self) -> Adapter:
         kind = _PlannedAdapter if planned() else Adapter
-        return kind(self.a[...], self.b[...], self.scale)
+        return kind(self.a[...], self.b[...], self.scale, self.used)
 
 
 @jax.tree_util.register_dataclass
@@ -132,6 +134,15 @@ class _PlannedAdapter(Adapter):
         ins = ((*rows, *inputs), (*inputs, None), (None, *outputs))
         signature = Signature(ins, ((*rows, *outputs),), compute, summed=inputs)
         return apply(signature, x, self.a, self.b)[0]
+
+
+def use_adapters(module: nnx.Module, used: jax.Array | None) -> None:
+    """Sets the columns of x @ a that each row uses, in all updates of a module."""
+    if used is None:
+        return
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, LowRank):
+            part.used = used
 
 
 class LinearMap(nnx.Module):

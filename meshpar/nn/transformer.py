@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meshpar.config import Coerced, Config, Positive, default
 from meshpar.nn import layer_loops
@@ -26,7 +26,7 @@ from meshpar.nn.compressed import LowRankKernel, store_compressed
 from meshpar.nn.experts import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS, Layer, Loop, loops_over, stack_of
-from meshpar.nn.layers import dropout, normal, within_layer
+from meshpar.nn.layers import dropout, normal, use_adapters, within_layer
 from meshpar.nn.quantized_kernel import Quantized
 from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
@@ -38,7 +38,7 @@ from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 from meshpar.parallel.projection import Projection
 from meshpar.parallel.unrolling import is_unrolled
 
-Batch = dict[str, Int[Array, "..."]]
+Batch = dict[str, Int[Array, "..."] | Bool[Array, "..."]]
 
 
 class NormClass(Protocol):
@@ -333,7 +333,8 @@ class Transformer(nnx.Module):
 
         Args:
           batch: int32 [batch, seq] `tokens` and their consecutive `positions`; int32 [batch] `rows`; and `last`, int32
-            [batch], the index of the last token in each row, before its padding, or int32 [batch, n], several indices.
+            [batch], the index of the last token in each row, before its padding, or int32 [batch, n], several indices;
+            and where rows use different adapters `adapters`, see `SideAdapters.used`.
 
         Returns:
           Logits [batch, vocab] of the token after the last one, or [batch, n, vocab] of those after several, local
@@ -374,6 +375,7 @@ class Transformer(nnx.Module):
                 x, cache = carry
                 params, index, place = row
                 block = nnx.merge(graph, _gathered_layer(params))
+                use_adapters(block, batch.get("adapters"))
                 window = self.model.window_of(index)
                 core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
                 x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)

@@ -54,19 +54,25 @@ class Adapter:
     Args:
       a: [inputs..., rank].
       b: [rank, outputs...].
+      used: bool [batch, rank], which columns of x @ a the rows of x use; None if all rows use all.
     """
 
     a: Any  # arrays; JAX also builds it with placeholders
     b: Any
     scale: float = field(metadata={"static": True})
+    used: Any = None
 
     def term(self, x: jax.Array) -> jax.Array:
         """The term of x[..., inputs...]."""
         return self.of(jnp.tensordot(x, self.a, axes=self.a.ndim - 1))
 
     def of(self, thin: jax.Array) -> jax.Array:
-        """The term, where `thin` is x @ a."""
-        return self.scaled(jnp.tensordot(thin, self.b, axes=1))
+        """The term, where `thin` [batch, seq, rank] is x @ a."""
+        return self.scaled(jnp.tensordot(self.chosen(thin), self.b, axes=1))
+
+    def chosen(self, thin: jax.Array) -> jax.Array:
+        """The columns of x @ a that each row uses, and zeros for the others."""
+        return thin if self.used is None else jnp.where(self.used[:, None, :], thin, jnp.zeros_like(thin))
 
     def scaled(self, x: jax.Array) -> jax.Array:
         return x * jnp.asarray(self.scale, x.dtype)
@@ -165,7 +171,7 @@ def row_parallel(x: Input, weights: Weights, dim: str) -> jax.Array:
     plus = []
     if adapter := weights.adapter:
         thin = jnp.einsum(weights.thin_equation, x, adapter.a)
-        plus = [(weights.rank_equation, adapter.scaled(thin), adapter.b)]
+        plus = [(weights.rank_equation, adapter.scaled(adapter.chosen(thin)), adapter.b)]
     return matmul_reduce_scatter(weights.equation, x, weights.kernel, ring, dim=_BATCH[tensor.SEQ], plus=plus)
 
 

@@ -17,7 +17,7 @@ from meshpar.errors import Problems, ShardingError
 from meshpar.nn.attention.codes import CacheFormat, Codes
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
-from meshpar.nn.transformer import Batch, Decoder
+from meshpar.nn.transformer import Batch, Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.precision import computed_in, stored_in
 from meshpar.parallel.strategies import Parallel
@@ -58,12 +58,17 @@ class ModelOnMesh(ABC):
                 problems.add(f"rules.{dim}", f"one token cannot be divided over {', '.join(axes)}", fix)
         problems.raise_any(ShardingError, "the rules do not fit generation:")
 
+    @property
+    def abstract(self) -> Transformer:
+        """The decoder with shapes and dtypes in place of arrays."""
+        return self.model.abstract()
+
     @cached_property
     def params(self) -> Any:
         """Tree of `Placement` of the parameters."""
         experts = self.model.experts
         wide_paths = RouterState(experts).paths if experts else ()
-        specs = stored_in(describe(self.model.abstract()), self.dtype, wide_paths)
+        specs = stored_in(describe(self.abstract), self.dtype, wide_paths)
         return stored(resolve(specs, self.ctx.rules, self.ctx.mesh), self.ctx.rules)
 
     @property
@@ -106,7 +111,7 @@ class ModelOnMesh(ABC):
 
     @cached_property
     def _apply(self) -> Callable[..., Any]:
-        return functional(self.model.abstract(), "decode")
+        return functional(self.abstract, "decode")
 
 
 def for_tokens(ctx: ParallelContext) -> ParallelContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from meshpar.serve.generate import NUM_DRAFTS, check_drafts, check_own
 from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.scheduler import Capacity
+from meshpar.serve.side_adapters import OpenedAdapters
 from meshpar.serve.source import Source
 from meshpar.tree import human_bytes
 
@@ -35,6 +37,7 @@ def open_engine(
     draft: Source | None = None,
     ngrams: int | None = None,
     num_drafts: int = NUM_DRAFTS,
+    adapters: OpenedAdapters | None = None,
 ) -> Engine | OwnEngine:
     """The engine of a trained model on the mesh of its run.
 
@@ -46,6 +49,7 @@ def open_engine(
       page_size, chunk, max_queue: see `Capacity`.
       draft, ngrams: what drafts tokens, see `generate`; None for no drafts.
       num_drafts: most tokens of a row that are drafted at a time.
+      adapters: those that requests can choose, see `open_adapters`.
 
     Raises:
       ConfigError: lists all sizes that do not fit the model.
@@ -72,6 +76,7 @@ def open_engine(
     decoding = PagedDecoding(
         model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity,
         num_drafts=num_drafts if draft or ngrams else 0, scores_prompts=True,
+        adapters=adapters and adapters.sizes,
     )  # fmt: skip
     smaller = _smaller(decoding, draft, problems) if draft else None
     if cache_bytes is not None:
@@ -80,7 +85,7 @@ def open_engine(
     drafter: Drafter | None = NGrams(ngrams, num_drafts) if ngrams else None
     if draft and smaller:
         drafter = DraftModel(smaller, draft.restore)
-    return Engine(decoding, source.restore, drafter)
+    return Engine(decoding, partial(adapters.restore, source) if adapters else source.restore, drafter)
 
 
 def _check_pages(page_size: int, cache_bytes: int | None) -> None:

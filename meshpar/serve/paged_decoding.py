@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.nn.attention.paged import PAGES_DIMS, PagedCache
+from meshpar.nn.side_adapters import SideAdapters
+from meshpar.nn.transformer import Transformer
 from meshpar.parallel.precision import wide
 from meshpar.serve.adjust import most_adjusted
 from meshpar.serve.decoding import Turn
@@ -41,11 +43,13 @@ class Rows(NamedTuple):
       table: int32 [batch, pages of a row].
       sampling: how the tokens of each row are sampled.
       asked: what any row asks for.
+      adapters: int32 [batch], the adapter of each row, see `SideAdapters`.
     """
 
     table: Any
     sampling: RowSampling
     asked: Asked
+    adapters: Any
 
 
 class Chunks(NamedTuple):
@@ -76,11 +80,17 @@ class PagedDecoding(ModelOnMesh):
       capacity: sizes of the batch and of the cache; its shards are those of the batch on the mesh.
       num_drafts: most drafts of a row that `verify` checks; 0 if there are none.
       scores_prompts: whether there is a program that scores prompts.
+      adapters: those beside the model, of which each row uses one or none.
     """
 
     capacity: Capacity
     num_drafts: int = 0
     scores_prompts: bool = False
+    adapters: SideAdapters | None = None
+
+    @property
+    def abstract(self) -> Transformer:
+        return self.adapters.abstract(self.model) if self.adapters else super().abstract
 
     @cached_property
     def pages(self) -> Pages:
@@ -133,6 +143,7 @@ class PagedDecoding(ModelOnMesh):
             self.per_row(num_rows, self.capacity.pages_of_row),
             RowSampling.structs(partial(self.per_row, num_rows), self.most_adjusted, self.model.vocab_size),
             Asked(flag, flag, flag, flag),
+            self.per_row(num_rows),
         )
 
     @property
@@ -232,6 +243,8 @@ class PagedDecoding(ModelOnMesh):
         """
         given = jnp.full_like(last, -1) if given is None else given
         batch = {"tokens": tokens, "positions": positions, "last": last, "rows": rows.sampling.rows}
+        if self.adapters:
+            batch["adapters"] = self.adapters.used(rows.adapters)
         logits, cache = self.logits(params, batch, PagedCache(*pages, rows.table))
         next_positions = jnp.take_along_axis(positions, last.reshape(len(last), -1), axis=1).reshape(last.shape) + 1
         per_row = self.ctx.pspec("batch")

@@ -66,7 +66,8 @@ class PagedModel:
             if row:
                 table[i, : len(row.pages)] = row.pages
         each, asked = sampling_of(rows, self.decoding.most_adjusted, self.decoding.model.vocab_size)
-        return jax.device_put(Rows(table, each, asked), shardings(self.decoding.rows(len(rows))))
+        adapters = np.array([row.request.adapter if row else 0 for row in rows], np.int32)
+        return jax.device_put(Rows(table, each, asked, adapters), shardings(self.decoding.rows(len(rows))))
 
 
 def sampling_of(rows: Sequence[Row | None], most_adjusted: int, vocab_size: int) -> tuple[RowSampling, Asked]:

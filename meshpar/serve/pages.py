@@ -111,8 +111,8 @@ class PagePool:
         return page
 
 
-def digests_of(tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
-    """Yields a digest of each page, which depends on all tokens up to the page's last one.
+def digests_of(tokens: Sequence[int], page_size: int, adapter: int = 0) -> Iterator[bytes]:
+    """Yields a digest of each page, which depends on all tokens up to the page's last one, and on the adapter.
 
     Tokens may be added between two digests. A page must be full when its digest is computed.
 
@@ -121,7 +121,7 @@ def digests_of(tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
     >>> next(a) == next(b), next(a) == next(b)
     (True, False)
     """
-    hashed = sha256()
+    hashed = sha256(array("q", [adapter]).tobytes())
     for begin in count(0, page_size):
         hashed.update(array("q", tokens[begin : begin + page_size]).tobytes())
         yield hashed.digest()

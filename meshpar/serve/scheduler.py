@@ -71,6 +71,7 @@ class Request:
       is_scored_only: whether the answer is thrown away: its one token is computed, and not shown.
       scores: whether each token of the answer is scored.
       scores_prompt: whether those of the prompt are too. Then no page of another request is reused for it.
+      adapter: the number of the adapter that computes it, whose pages no other adapter reuses; 0 for the model itself.
     """
 
     prompt: Sequence[int]
@@ -82,6 +83,7 @@ class Request:
     is_scored_only: bool = False
     scores: bool = False
     scores_prompt: bool = False
+    adapter: int = 0
 
     @property
     def num_shown(self) -> int:
@@ -289,7 +291,7 @@ class Scheduler:
         size = self.capacity.page_size
         # The last token of a prompt is always computed: the first token of the answer is sampled from its logits.
         num_reusable = 0 if request.scores_prompt else (len(request.prompt) - 1) // size
-        digests = list(islice(digests_of(request.prompt, size), num_reusable))
+        digests = list(islice(digests_of(request.prompt, size, request.adapter), num_reusable))
 
         def preference(slot: int) -> tuple[int, int]:
             pool = self._pool(slot)
@@ -300,7 +302,7 @@ class Scheduler:
             pages = self._pool(slot).reserve(digests, self.capacity.num_pages(request.num_tokens))
             if pages is not None:
                 tokens = list(request.prompt)
-                following = islice(digests_of(tokens, size), num_reused, None)
+                following = islice(digests_of(tokens, size, request.adapter), num_reused, None)
                 reused = num_reused * size
                 self.rows[slot] = Row(next(self._numbers), request, slot, pages, tokens, reused, reused, following)
                 return True

@@ -34,9 +34,11 @@ from meshpar.cli.train import train as train_verb
 from meshpar.config import to_yaml
 from meshpar.experiment.arrays import Batches
 from meshpar.experiment.config import Run, load
+from meshpar.interop.peft_params import AdapterParams, LayerUpdate
 from meshpar.serve.generator import Piece
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.side_adapters import OpenedAdapters
 from meshpar.serve.source import Source
 from meshpar.train.records.loggers import TensorBoard
 from meshpar.tree import flatten_with_paths
@@ -173,7 +175,14 @@ def of_engine(**arguments: Any) -> Any:
         engine = open_engine(**arguments)
     drafting = getattr(engine.drafter, "decoding", None)
     sizes = dict(engine.decoding.ctx.mesh.shape)
-    return engine.decoding.model, sizes, engine.decoding.capacity, engine.decoding.num_drafts, repr(drafting)
+    return (
+        engine.decoding.model,
+        sizes,
+        engine.decoding.capacity,
+        engine.decoding.num_drafts,
+        repr(drafting),
+        engine.decoding.adapters,
+    )
 
 
 def of_folder(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,6 +229,12 @@ def of_verb(verb: Callable[..., None], spied: tuple[str, ...]) -> Callable[..., 
     return of
 
 
+def adapter() -> AdapterParams:
+    """Of rank 1, of the first layer's down projection."""
+    update = LayerUpdate(np.ones((16, 1)), np.ones((1, 16)), 1.0)
+    return AdapterParams(Path(), {"blocks.mlp.down": {(0,): update}})
+
+
 class Entry(NamedTuple):
     """A function, what it does, and arguments with which it is called first."""
 
@@ -240,7 +255,7 @@ SPIED = {
                       "meshpar.serve.generate.generate", "meshpar.cli.generate.echo"),
     "serve": ("meshpar.serve.source.open_source", "meshpar.cli.serve.use_cache", "meshpar.serve.http.app.endpoints_of",
               "meshpar.serve.open_engine.open_engine", "meshpar.serve.http.server.bind",
-              "meshpar.serve.http.server.run"),
+              "meshpar.serve.http.server.run", "meshpar.serve.side_adapters.open_adapters"),
     "convert": ("meshpar.convert.from_hf", "meshpar.convert.to_hf"),
 }  # fmt: skip
 ENTRIES = {
@@ -285,6 +300,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "generate.show": lambda: lambda piece: None,
     "open_engine.source": lambda: source(of_run(data=CONFIG["data"], mesh={"data": 4, "fsdp": 2}, rules=["fsdp"])),
     "open_engine.draft": lambda: opened(Path("other.yaml")),
+    "open_engine.adapters": lambda: OpenedAdapters(("a",), (adapter(),)),
 }
 """Values that are no plain data."""
 

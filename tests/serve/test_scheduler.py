@@ -219,7 +219,7 @@ def run_many() -> None:
         run(requests, {2, 5}, TIGHT, Guesses(seed) if seed % 2 else None)
 
 
-def planted_digest_of_one_page(tokens: Any, page_size: int) -> Any:
+def planted_digest_of_one_page(tokens: Any, page_size: int, adapter: int = 0) -> Any:
     for begin in range(0, 99, page_size):
         yield bytes(tokens[begin : begin + page_size])
 

@@ -55,6 +55,7 @@ class Endpoints:
       template: the chat template; None if the model has none.
       default: how tokens are sampled if a request does not say it.
       token: the bearer token that clients must send; None if there is none.
+      adapters: the names of the adapters that requests can choose as their model.
       scores, scores_prompts: whether the engine computes log-probabilities of answers, and of prompts.
       hosts: the values of the header Host that are accepted. A page of another site whose name was made to resolve to
         this address sends another one (DNS rebinding).
@@ -71,6 +72,7 @@ class Endpoints:
     hosts: Sequence[str] = ("*",)
     scores: bool = True
     scores_prompts: bool = True
+    adapters: Sequence[str] = ()
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -96,7 +98,9 @@ class Endpoints:
         encode = partial(self.source.encode, parse_special=body.parse_special)
         prompts = await asyncio.to_thread(lambda: [encode(x) if isinstance(x, str) else x for x in body.prompt])
         texts = [x if isinstance(x, str) else None for x in body.prompt]
-        shape = CompletionShape(self.name, Texts(self.source.tokenizer, body.num_ranked), body.echoes, texts)
+        shape = CompletionShape(
+            body.model or self.name, Texts(self.source.tokenizer, body.num_ranked), body.echoes, texts
+        )
         return await self._answer(http, body, prompts, shape, body.max_tokens)
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -112,7 +116,7 @@ class Endpoints:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if toolbox else None
         prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, tools=tools, options=options)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        shape = ChatShape(self.name, Texts(tokenizer, body.num_ranked), toolbox)
+        shape = ChatShape(body.model or self.name, Texts(tokenizer, body.num_ranked), toolbox)
         return await self._answer(http, body, [prompt], shape, max_tokens, grammar)
 
     def _toolbox(
@@ -138,8 +142,9 @@ class Endpoints:
     async def models(self, http: HttpRequest) -> Response:
         """`/v1/models`."""
         self._authorize(http)
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "meshpar"}
-        return JSONResponse({"object": "list", "data": [model]})
+        about = {"object": "model", "created": 0, "owned_by": "meshpar"}
+        adapters = [{"id": name, **about, "parent": self.name} for name in self.adapters]
+        return JSONResponse({"object": "list", "data": [{"id": self.name, **about}, *adapters]})
 
     async def health(self, http: HttpRequest) -> Response:
         """`/health`: whether requests are accepted, and how many slots and pages are used."""
@@ -168,8 +173,10 @@ class Endpoints:
         self, http: HttpRequest, body: Body, prompts: Sequence[Sequence[int]], shape: Shape, max_tokens: int | None,
         grammar: Grammar | None = None,
     ) -> Response:  # fmt: skip
-        if body.model not in (None, self.name):
-            raise ApiError(404, f"there is no model {body.model!r}, only {self.name!r}", "model", "model_not_found")
+        names = (self.name, *self.adapters)
+        if body.model not in (None, *names):
+            known = ", ".join(map(repr, names))
+            raise ApiError(404, f"there is no model {body.model!r}, only {known}", "model", "model_not_found")
         grammar = grammar or await asyncio.to_thread(self._grammar, body)
         requests = self._requests(body, prompts, max_tokens, grammar)
         answers = self.service.submit(requests, body.stop, body.n or 1, body.stop_token_ids or ())
@@ -191,6 +198,7 @@ class Endpoints:
         if not 0 < len(prompts) * num_answers <= most:
             what = f"{len(prompts)} prompts with n = {num_answers}: a request has 1 to {most} answers"
             raise ApiError(400, what, "n")
+        adapter = (self.name, *self.adapters).index(body.model or self.name)
         sampling, adjustment, scores = (
             body.sampling(self.default),
             body.adjustment(self.default),
@@ -219,6 +227,7 @@ class Endpoints:
                 is_scored_only=most == 0,
                 scores=scores,
                 scores_prompt=scores and body.echoes,
+                adapter=adapter,
             )
             for i, (prompt, most) in enumerate(zip(repeated, longest, strict=True))
         ]
@@ -256,9 +265,13 @@ class Endpoints:
 
 
 def endpoints_of(
-    engine: Engine | OwnEngine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)
-) -> Endpoints:
+    engine: Engine | OwnEngine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",),
+    adapters: Sequence[str] = (),
+) -> Endpoints:  # fmt: skip
     """The endpoints of a model whose programs are compiled.
+
+    Args:
+      adapters: see `OpenedAdapters.names`.
 
     Raises:
       DataError: the chat template cannot be read.
@@ -271,7 +284,18 @@ def endpoints_of(
     scores = isinstance(engine, Engine)
     of_prompts = isinstance(engine, Engine) and engine.decoding.scores_prompts
     return Endpoints(
-        service, metrics, source, name, engine.vocab_size, template, default, token, hosts, scores, of_prompts
+        service,
+        metrics,
+        source,
+        name,
+        engine.vocab_size,
+        template,
+        default,
+        token,
+        hosts,
+        scores,
+        of_prompts,
+        adapters,
     )
 
 

@@ -1,0 +1,99 @@
+"""Reads an adapter of the library PEFT as parameters: the thin matrices of each projection; see `peft`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from meshpar.errors import CheckpointError, Problems
+from meshpar.interop.export import config_of
+from meshpar.interop.huggingface import layer_shapes, names_of, numbered
+from meshpar.interop.peft import Update, updates_in
+from meshpar.models.decoder import DecoderModel
+from meshpar.models.foreign import Foreign, Shape
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """The update of one projection in one layer: `x @ a @ b * scale`.
+
+    Args:
+      a, b: float32 [inputs..., rank], [rank, outputs...].
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterParams:
+    """An adapter as parameters of one of meshpar's decoders.
+
+    Args:
+      updates: path of a projection -> its updates by layer, for the layers that have one.
+    """
+
+    folder: Path
+    updates: dict[str, dict[Place, LayerUpdate]]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max(one.b.shape[0] for layers in self.updates.values() for one in layers.values())
+
+
+def adapter_params(folder: Path, model: DecoderModel, companions: Path | None) -> AdapterParams:
+    """Reads an adapter of a model.
+
+    Args:
+      companions: the folder with the model's `config.json`, whose names of tensors the adapter has; None for those of
+        the first architecture that computes what the model does.
+
+    Raises:
+      CheckpointError: see `updates_in`; or what is adapted is no projection of its own: the embedding, the output
+        projection or an expert.
+    """
+    shapes = layer_shapes(model)
+    named = names_of(model, config_of(model, companions)["model_type"])
+    complete = {name: (place, foreign) for of_all, foreign in named for place, name in numbered(of_all, foreign, model)}
+    sizes = {name: _size(foreign, shapes) for name, (_, foreign) in complete.items()}
+    problems = Problems()
+    found: dict[str, dict[Place, LayerUpdate]] = {}
+    prefix = f"{named[0][0].partition('.')[0]}."
+    for name, update in updates_in(folder, sizes, prefix).items():
+        place, foreign = complete[name]
+        if len(place) > 1 or not all(path.endswith(".kernel") for path in foreign.parts):
+            what = "is no projection of its own, whose update is computed beside it"
+            problems.add(name.removesuffix(".weight"), what, "merge the adapter: serve or train its folder")
+            continue
+        for path, part in _parts(update, foreign, shapes).items():
+            found.setdefault(path.removesuffix(".kernel"), {})[place] = part
+    problems.raise_any(CheckpointError, f"the adapter {folder} cannot be computed beside its model:")
+    if not found:
+        raise CheckpointError(f"the adapter {folder} adapts nothing; its file has no matrices")
+    return AdapterParams(folder, found)
+
+
+def _size(foreign: Foreign, shapes: dict[str, Shape]) -> Shape:
+    """The shape of a tensor, of a matrix (out, in)."""
+    shape = foreign.shape(shapes)
+    return shape if foreign.outputs_first or not foreign.inputs else shape[::-1]
+
+
+def _parts(update: Update, foreign: Foreign, shapes: dict[str, Shape]) -> dict[str, LayerUpdate]:
+    """The updates of the projections that Hugging Face stores as one matrix, by path of the kernel."""
+    found: dict[str, LayerUpdate] = {}
+    begin = 0
+    for path in foreign.parts:
+        inputs, outputs = shapes[path][: foreign.inputs], shapes[path][foreign.inputs :]
+        end = begin + math.prod(outputs)
+        b = update.b[begin:end].T.reshape(update.rank, *outputs)
+        found[path] = LayerUpdate(update.a.T.reshape(*inputs, update.rank), b, update.scale)
+        begin = end
+    return found
