@@ -114,6 +114,10 @@ class Init(Config):
     """A local folder with `config.json` and safetensors files, as Hugging Face's libraries write it. Relative to the
     working directory. It is read in place; nothing is downloaded."""
 
+    adapter: Coerced[Path | None, str] = default(None)
+    """A local folder with an adapter of PEFT for the model in `from_hf`, which `lora` trains on. Its ranks, scales and
+    projections must be those of `lora`. Relative to the working directory."""
+
     upcycle: bool = False
     """Copies the MLP of each block of the dense model in `from_hf` into each of its experts (Komatsuzaki et al. 2022,
     arXiv:2212.05055). If `model.experts.normalize` is true, the first step computes what the dense model does."""
@@ -124,6 +128,8 @@ class Init(Config):
             raise ValueError("set either from_checkpoint or from_hf")
         if self.upcycle and self.from_hf is None:
             raise ValueError("upcycle needs from_hf, the folder of a dense model")
+        if self.adapter and self.from_hf is None:
+            raise ValueError("adapter needs from_hf, the folder of its model")
         return self
 
 

@@ -20,9 +20,11 @@ from meshpar.experiment.prepare import Prepared
 from meshpar.interop.export import keep_model_files
 from meshpar.interop.huggingface import Pretrained
 from meshpar.interop.open_folder import open_folder
+from meshpar.interop.peft import files_of, is_adapter
+from meshpar.interop.peft_params import AdapterParams, adapter_params
 from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.nn.compressed import kernels_in_codes
-from meshpar.nn.lora import is_lora
+from meshpar.nn.lora import NAME, is_lora
 from meshpar.regular import nearby
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies
@@ -49,10 +51,12 @@ def beginning_of(
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
         if not init.from_hf.is_dir():
-            raise ConfigError(_no_folder(init.from_hf))
+            raise ConfigError(_no_folder("init.from_hf", init.from_hf))
+        if init.adapter and not init.adapter.is_dir():
+            raise ConfigError(_no_folder("init.adapter", init.adapter))
         pretrained = replace(open_folder(init.from_hf), is_upcycled=init.upcycle)
         pretrained.check(prepared.run.model)
-        return from_files(prepared, pretrained)
+        return replace(from_files(prepared, pretrained), adapter=_adapter(prepared, init.adapter, init.from_hf))
     if source is None and init and init.from_checkpoint:
         source = find(init.from_checkpoint, init.include)
         include = init.include
@@ -74,6 +78,28 @@ def from_files(prepared: Prepared, pretrained: Pretrained) -> PretrainedBeginnin
     model = prepared.run.model.generation()
     codes = kernels_in_codes(model.abstract()) if model and model.weights else {}
     return PretrainedBeginning(prepared, pretrained, codes)
+
+
+def _adapter(prepared: Prepared, folder: Path | None, of_model: Path) -> AdapterParams | None:
+    """The adapter that a run's LoRA begins with.
+
+    Raises:
+      CheckpointError, ConfigError: it is none of the model, or none that the run's LoRA trains.
+    """
+    if folder is None:
+        return None
+    lora, model = prepared.run.lora, prepared.run.model.hugging_face()
+    if lora is None:
+        raise ConfigError(f"init.adapter: {folder} needs lora, which trains it")
+    if not model:
+        raise ConfigError(f"init.adapter: {folder} is for meshpar's own decoders; init.from_hf={folder} merges it")
+    if not is_adapter(folder):
+        raise ConfigError(f"init.adapter: {folder} is no folder with an adapter_config.json")
+    adapter = adapter_params(folder, model, files_of(of_model))
+    end = f".{NAME}.a"
+    specs = flatten_with_paths(prepared.specs)
+    adapter.check(lora, {path.removesuffix(end): one.shape[0] for path, one in specs.items() if path.endswith(end)})
+    return adapter
 
 
 def _is_converted(run: Run) -> bool:
@@ -101,11 +127,11 @@ def _check_not_random(run: Run) -> None:
         raise ConfigError(f"{what}; init.from_checkpoint=RUN, or init.from_hf=FOLDER")
 
 
-def _no_folder(from_hf: Path) -> str:
-    """The error for `init.from_hf` where there is no folder; a name of the Hub is a likely mistake."""
-    problems = [f"init.from_hf: there is no folder {from_hf}", nearby(from_hf)]
-    if len(from_hf.parts) == 2 and not from_hf.parent.exists():
-        problems.append(f"nothing is downloaded: `hf download {from_hf} --local-dir FOLDER`, then init.from_hf=FOLDER")
+def _no_folder(key: str, folder: Path) -> str:
+    """The error for a key where there is no folder; a name of the Hub is a likely mistake."""
+    problems = [f"{key}: there is no folder {folder}", nearby(folder)]
+    if len(folder.parts) == 2 and not folder.parent.exists():
+        problems.append(f"nothing is downloaded: `hf download {folder} --local-dir FOLDER`, then {key}=FOLDER")
     return "\n  ".join(filter(None, problems))
 
 

@@ -1,17 +1,20 @@
 """Reads the files of an adapter of the library PEFT: LoRA, whose update is added to a tensor when that is read.
 
     adapter_config.json          the base model, the ranks and the scales
-    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank]
+    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank];
+                                 with DoRA also MODULE.lora_magnitude_vector [out]
 
-Source: github.com/huggingface/peft, `LoraConfig`; rank-stabilized LoRA: Kalajdzievski 2023, arXiv:2312.03732.
+Source: github.com/huggingface/peft, `LoraConfig`; rank-stabilized LoRA: Kalajdzievski 2023, arXiv:2312.03732; DoRA: Liu
+et al. 2024, arXiv:2402.09353.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,9 @@ from meshpar.interop.safetensors import Tensor, tensors_in
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "base_model_name_or_path",
-         "peft_type", "init_lora_weights", "bias"}  # fmt: skip
+MAGNITUDES = ".lora_magnitude_vector"
+_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
+         "base_model_name_or_path", "peft_type", "init_lora_weights", "bias"}  # fmt: skip
 _WITHOUT_EFFECT = {
     "target_modules", "exclude_modules", "lora_dropout", "task_type", "inference_mode", "auto_mapping", "peft_version",
     "revision", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config",
@@ -42,11 +46,13 @@ class Update:
 
     Args:
       a, b: float32 [rank, in], [out, rank].
+      magnitudes: float32 [out], the norm of each output's weights after the update, of DoRA; None for LoRA.
     """
 
     a: np.ndarray
     b: np.ndarray
     scale: float
+    magnitudes: np.ndarray | None = None
 
     @property
     def rank(self) -> int:
@@ -67,12 +73,23 @@ class AdaptedTensor(Tensor):
     is_transposed: bool
 
     def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
+        magnitudes = self.update.magnitudes
+        if magnitudes is None:
+            return self._sum(rows, columns).astype(self.dtype)
+        every = slice(None)  # the norm of an output's weights needs all inputs
+        if self.is_transposed:
+            whole = self._sum(every, columns)
+            return (whole * (magnitudes[columns] / np.linalg.norm(whole, axis=0)))[rows].astype(self.dtype)
+        whole = self._sum(rows, every)
+        return (whole * (magnitudes[rows] / np.linalg.norm(whole, axis=1))[:, None])[:, columns].astype(self.dtype)
+
+    def _sum(self, rows: slice, columns: slice) -> np.ndarray:
+        """The matrix and its low-rank update."""
         base = super().read(rows, columns)
         a, b = self.update.a, self.update.b
         left, right = (a.T, b.T) if self.is_transposed else (b, a)
         wide = np.promote_types(base.dtype, np.float32) if base.dtype.kind == "f" else np.dtype(np.float32)
-        product = (left[rows] @ right[:, columns]).astype(wide)
-        return (base.astype(wide) + self.update.scale * product).astype(base.dtype)
+        return base.astype(wide) + self.update.scale * (left[rows] @ right[:, columns]).astype(wide)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -143,15 +160,22 @@ def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) 
     _check_config(config, f"{folder / ADAPTER_CONFIG}", problems)
     result: dict[str, Update] = {}
     modules = sorted({name.rpartition(".lora_")[0] for name in found})
+    uses_dora = bool(config.get("use_dora"))
     for module in modules:
+        of_dora = [
+            found.pop(name) for name in (f"{module}{MAGNITUDES}", f"{module}{MAGNITUDES}.weight") if name in found
+        ]
         a, b = found.pop(f"{module}.lora_A.weight", None), found.pop(f"{module}.lora_B.weight", None)
         name = f"{module}.weight" if module.startswith((prefix, "lm_head")) else f"{prefix}{module}.weight"
         if a is None or b is None:
             problems.add(module, "has one of lora_A and lora_B, and not the other", "save the adapter again")
         elif name not in sizes:
             problems.add(module, "the model has no such matrix", "the adapter of this model")
+        elif len(of_dora) != uses_dora:
+            what = f"has {'' if of_dora else 'no '}magnitudes, and use_dora is {json.dumps(uses_dora)}"
+            problems.add(module, what, "save the adapter again")
         elif fitting := _fitting(module, sizes[name], a, b, config, problems):
-            result[name] = fitting
+            result[name] = _with_magnitudes(module, fitting, of_dora, problems)
     problems.raise_any(CheckpointError, f"the adapter {folder} cannot be added to its model:")
     return result
 
@@ -164,8 +188,10 @@ def _matrices(folder: Path, problems: Problems) -> dict[str, Tensor]:
         problems.add(str(folder / ADAPTER), f"cannot be read: {error.strerror}")
         return {}
     found = {name.removeprefix(PREFIX): tensor for name, tensor in tensors_in(folder / ADAPTER, problems).items()}
-    for name in [name for name in found if not re.fullmatch(r".+\.lora_[AB]\.weight", name)]:
-        what = "is no matrix of LoRA; magnitudes of DoRA, biases, embeddings and whole modules are not supported"
+    for name in [
+        name for name in found if not re.fullmatch(rf".+(\.lora_[AB]\.weight|{re.escape(MAGNITUDES)}(\.weight)?)", name)
+    ]:
+        what = "is no matrix of LoRA; biases, embeddings and whole modules are not supported"
         problems.add(f"{folder / ADAPTER}: {name}", what)
     return found
 
@@ -205,6 +231,15 @@ def _fitting(
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     left, right = (one.read().astype(np.float32) for one in (a, b))
     return Update(left, right, scale)
+
+
+def _with_magnitudes(module: str, update: Update, of_dora: Sequence[Tensor], problems: Problems) -> Update:
+    for one in of_dora:
+        if one.shape != (len(update.b),):
+            what = f"lora_magnitude_vector{list(one.shape)} does not fit lora_B{list(update.b.shape)}"
+            problems.add(module, what, "the adapter of this model")
+        update = replace(update, magnitudes=one.read().astype(np.float32))
+    return update
 
 
 def _pattern(pattern: Any, module: str, default: Any) -> Any:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from meshpar.errors import CheckpointError, Problems
+from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop.export import config_of
 from meshpar.interop.huggingface import layer_shapes, names_of, numbered
 from meshpar.interop.peft import Update, updates_in
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Shape
+from meshpar.nn.lora import NAME, LoRA
 
 Place = tuple[int, ...]
 
@@ -47,6 +50,43 @@ class AdapterParams:
         """The largest rank."""
         return max(one.b.shape[0] for layers in self.updates.values() for one in layers.values())
 
+    def check(self, lora: LoRA, stacks: Mapping[str, int]) -> None:
+        """Checks that a run's LoRA can begin with this adapter.
+
+        Args:
+          stacks: the projections that the run adapts -> how many layers each has.
+
+        Raises:
+          ConfigError: lists the keys of `lora` that differ, with the adapter's values.
+        """
+        problems = Problems()
+        if stacks.keys() != self.updates.keys():
+            fix = f"lora.paths=[{', '.join(sorted(self.updates))}]"
+            problems.add("lora.paths", f"the adapter adapts other projections than {', '.join(sorted(stacks))}", fix)
+        for path in sorted(stacks.keys() & self.updates.keys()):
+            if len(self.updates[path]) < stacks[path]:
+                what = f"the adapter has updates in {len(self.updates[path])} of {stacks[path]} layers"
+                problems.add(path, what, "serve it beside its model, or merge it: init.from_hf=ADAPTER")
+        each = [one for layers in self.updates.values() for one in layers.values()]
+        for key, mine, theirs in (
+            ("rank", lora.rank, {len(one.b) for one in each}),
+            ("alpha", lora.alpha, {round(one.scale * len(one.b), 6) for one in each}),
+        ):
+            if theirs != {mine}:
+                fix = f"lora.{key}={min(theirs):g}" if len(theirs) == 1 else "one for all, which lora trains"
+                problems.add(
+                    f"lora.{key}", f"{mine:g}, and the adapter has {', '.join(map('{:g}'.format, sorted(theirs)))}", fix
+                )
+        problems.raise_any(ConfigError, f"lora does not fit init.adapter = {self.folder}:")
+
+    def array(self, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        """The parameter at a path such as `blocks.attn.q.lora.a`, of all layers."""
+        projection, _, name = path.rpartition(f".{NAME}.")
+        whole = np.zeros(struct.shape, struct.dtype)
+        for place, update in self.updates[projection].items():
+            whole[place] = update.a if name == "a" else update.b
+        return jax.device_put(whole, struct.sharding)
+
 
 def adapter_params(folder: Path, model: DecoderModel, companions: Path | None) -> AdapterParams:
     """Reads an adapter of a model.
@@ -68,6 +108,10 @@ def adapter_params(folder: Path, model: DecoderModel, companions: Path | None) -
     prefix = f"{named[0][0].partition('.')[0]}."
     for name, update in updates_in(folder, sizes, prefix).items():
         place, foreign = complete[name]
+        if update.magnitudes is not None:
+            what = "has magnitudes of DoRA, which scale the whole matrix and not its update"
+            problems.add(name.removesuffix(".weight"), what, "merge the adapter: serve or train its folder")
+            continue
         if len(place) > 1 or not all(path.endswith(".kernel") for path in foreign.parts):
             what = "is no projection of its own, whose update is computed beside it"
             problems.add(name.removesuffix(".weight"), what, "merge the adapter: serve or train its folder")

@@ -16,6 +16,8 @@ from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import Pretrained
 from meshpar.interop.peft import files_of
+from meshpar.interop.peft_params import AdapterParams
+from meshpar.nn.lora import is_lora
 from meshpar.nn.quantized_kernel import STORED, QuantizedKernel
 from meshpar.train.data.tokenizer import Bytes, Tokenizer
 from meshpar.train.program import shardings
@@ -30,11 +32,13 @@ class PretrainedBeginning:
 
     Args:
       codes: by path, the kernels that the model stores as codes.
+      adapter: what LoRA begins with; None for a random first matrix, and a second one of zeros.
     """
 
     training: Training
     source: Pretrained
     codes: Mapping[str, QuantizedKernel] = field(default_factory=dict)
+    adapter: AdapterParams | None = None
 
     def state(self) -> TrainState:
         """Reads the parameters, each device its own shards, and initializes the rest."""
@@ -43,6 +47,8 @@ class PretrainedBeginning:
         for path, kernel in self.codes.items():
             params |= self._quantized(path, kernel, structs)
         params |= self.source.params({path: structs[path] for path in self.source.paths if path not in self.codes})
+        if self.adapter:
+            params |= {path: self.adapter.array(path, one) for path, one in structs.items() if is_lora(path)}
         return self.training.compile_init(given={f"params.{path}": array for path, array in params.items()})()
 
     def _quantized(
@@ -61,6 +67,7 @@ class PretrainedBeginning:
         """The entry for the run's records: the source, and which parameters were restored and initialized."""
         paths = list(flatten_with_paths(self.training.specs))
         read = {path for path in paths if path in self.source.paths or path.rpartition(".")[0] in self.codes}
+        read |= {path for path in paths if self.adapter and is_lora(path)}
         taken, made = ([f"params.{path}" for path in paths if (path in read) == is_read] for is_read in (True, False))
         return {"source": str(self.source.folder), "restored": taken, "initialized": made, "ignored": [], "changed": {}}
 

@@ -46,7 +46,7 @@ WRITTEN = ("run_dir", "cache")
 
 def test_the_keys_are_those_of_the_schema():
     names = {name.partition(" of ")[0].rpartition(".")[2] for name in PATHS}
-    assert names == {"run_dir", "path", "held_out_path", "cache", "teacher", "from_checkpoint", "from_hf"}
+    assert names == {"run_dir", "path", "held_out_path", "cache", "teacher", "from_checkpoint", "from_hf", "adapter"}
     assert len(PATHS) >= 19
 
 
@@ -113,6 +113,8 @@ def test_a_missing_path_names_where_it_was_looked_for_and_the_nearest_name(folde
         data |= {"model": {"kind": "import", "target": f"{module}:Classifier"}, "loss": "classify"}
         if key.name != "path":
             data["data"]["path"] = str(write_folders(folder / "pictures", pictures()))
+    if key.name == "adapter":
+        data["init"]["from_hf"] = str(folder)
     if key.at[0] == "parallel":
         data |= {"rules": ["pipeline"], "mesh": {"data": 4, "pipe": 2}, "model": data["model"] | {"num_layers": 2}}
     for part in _sections(data["data"]):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,16 +15,18 @@ from safetensors.numpy import load_file, save_file
 
 import meshpar
 from meshpar import convert
-from meshpar.errors import CheckpointError, Problems
+from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import peft_export
 from meshpar.interop.export import export
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, AdaptedTensor, adapted
+from meshpar.interop.peft_params import adapter_params
 from meshpar.interop.safetensors import tensors_in
 from meshpar.models import GPT, Llama
+from meshpar.nn.describe import describe, functional
 from meshpar.nn.lora import LoRA, is_lora
 from meshpar.serve.source import open_source
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, map_with_path
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -92,7 +95,6 @@ def test_an_adapter_adds_scale_times_b_a(base, changes, ranks, scales):
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora\n.*is not supported"),
     "another method": ({"peft_type": "IA3"}, "peft_type\n.*'IA3' is not supported"),
     "biases": ({"bias": "all"}, "bias\n.*trained biases are not supported"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save\n.*is not supported"),
@@ -124,11 +126,29 @@ def test_an_adapter_of_another_model_is_refused_with_all_that_differs(base):
     assert "model.layers.7.mlp.down_proj\n    the model has no such matrix" in str(raised.value)
 
 
-def test_a_magnitude_of_dora_is_no_matrix_of_lora(base):
-    folder = write_adapter(base, "dora", {Q: drawn(4, 16, 16)})
-    magnitude = {f"base_model.model.{Q}.lora_magnitude_vector": np.ones(16)}
-    save_file(load_file(folder / ADAPTER) | magnitude, folder / ADAPTER)
-    with pytest.raises(CheckpointError, match=r"lora_magnitude_vector\n.*is no matrix of LoRA"):
+def test_magnitudes_of_dora_are_the_norms_of_the_adapted_outputs(base):
+    """Also of a part that is read; magnitudes that are missing, unasked for, or of another size are refused."""
+    a, b = drawn(4, 16, 16)
+    folder = write_adapter(base, "dora", {Q: (a, b)}, use_dora=True)
+    with pytest.raises(CheckpointError, match="has no magnitudes, and use_dora is true"):
+        open_folder(folder)
+    matrices = load_file(folder / ADAPTER)
+    magnitudes = np.linspace(0.5, 2, 16, dtype=np.float32)
+    save_file(matrices | {f"base_model.model.{Q}.lora_magnitude_vector": magnitudes}, folder / ADAPTER)
+    tensor = open_folder(folder).tensors[f"{Q}.weight"]
+    want = load_file(base / "model.safetensors")[f"{Q}.weight"] + 1.5 * (b @ a)
+    want *= (magnitudes / np.linalg.norm(want, axis=1))[:, None]
+    np.testing.assert_allclose(tensor.read(), want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(tensor.read(slice(3, 9), slice(2, 7)), want[3:9, 2:7], rtol=1e-6, atol=1e-6)
+    source = open_source(base, ["mesh.data=8"])
+    with pytest.raises(CheckpointError, match="magnitudes of DoRA, which scale the whole matrix"):
+        adapter_params(folder, source.model, base)
+    save_file(matrices | {f"base_model.model.{Q}.lora_magnitude_vector": magnitudes[1:]}, folder / ADAPTER)
+    with pytest.raises(CheckpointError, match=r"lora_magnitude_vector\[15\] does not fit lora_B\[16, 4\]"):
+        open_folder(folder)
+    write_adapter(base, "dora", {}, use_dora=False)
+    save_file(matrices | {f"base_model.model.{Q}.lora_magnitude_vector": magnitudes}, folder / ADAPTER)
+    with pytest.raises(CheckpointError, match="has magnitudes, and use_dora is false"):
         open_folder(folder)
 
 
@@ -245,3 +265,101 @@ def test_a_folder_is_quantized_as_it_is_read_and_lora_trains_on_the_codes(base, 
         np.testing.assert_allclose(merged[name].read(), want, rtol=0, atol=1e-6, err_msg=name)
     answers = meshpar.generate(run.run_dir, ["3 4"], max_tokens=4).texts
     assert answers == meshpar.generate(tmp_path / "merged", ["3 4"], overrides=["mesh.data=8"], max_tokens=4).texts
+
+
+def continued(base: Path, adapter: Path, run_dir: Path, **lora: Any) -> meshpar.Run:
+    """A run without steps whose LoRA begins with an adapter, on a mesh."""
+    lora = {"rank": 4, "alpha": 6, "paths": ["blocks.attn.q", "blocks.mlp.down"]} | lora
+    return meshpar.Run(
+        init={"from_hf": base, "adapter": adapter}, lora=lora, rules=["fsdp", "megatron"],  # pyright: ignore
+        mesh={"data": 2, "fsdp": 2, "tensor": 2},  # pyright: ignore
+        data={"kind": "synthetic", "batch_size": 8, "seq_len": 8, "vocab_size": 32},  # pyright: ignore
+        optim={"kind": "adamw", "lr": 1e-30}, num_steps=1, run_dir=run_dir, loggers=[],  # pyright: ignore
+    )  # fmt: skip
+
+
+def test_lora_goes_on_from_an_adapter(base, tmp_path):
+    """After a step that changes no bit the run writes the same adapter, bit for bit; another LoRA is refused."""
+    modules = {Q: (16, 16), Q.replace("0", "1"): (16, 16), DOWN: (24, 16), DOWN.replace("1", "0"): (24, 16)}
+    matrices = {module: drawn(4, *size) for module, size in modules.items()}
+    adapter = write_adapter(base, "first", matrices)
+    meshpar.fit(continued(base, adapter, tmp_path / "run"), json=True)
+    convert.to_peft(tmp_path / "run", tmp_path / "again")
+    before, after = load_file(adapter / ADAPTER), load_file(tmp_path / "again" / ADAPTER)
+    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+
+    wrong = continued(base, adapter, tmp_path / "wrong", rank=2, alpha=3, paths=["blocks.attn.q"])
+    with pytest.raises(ConfigError) as raised:
+        meshpar.fit(wrong, json=True)
+    fixes = ("lora.rank=4", "lora.alpha=6", "lora.paths=[blocks.attn.q, blocks.mlp.down]")
+    assert all(fix in str(raised.value) for fix in fixes)
+    partly = write_adapter(base, "partly", {Q: matrices[Q], DOWN: matrices[DOWN]})
+    with pytest.raises(ConfigError, match="the adapter has updates in 1 of 2 layers"):
+        meshpar.fit(continued(base, partly, tmp_path / "wrong"), json=True)
+
+
+def logits_of_peft(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(peft_base(folder))
+    with torch.no_grad():
+        return peft.PeftModel.from_pretrained(model, folder)(torch.tensor(tokens)).logits.numpy()
+
+
+def peft_base(folder: Path) -> Path:
+    named = Path(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+    return named if named.is_dir() else folder / named
+
+
+def our_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    read = open_folder(folder)
+    module = read.model.abstract()
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    structs = {
+        path: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=one)
+        for path, spec in flatten_with_paths(describe(module)).items()
+    }
+    params = read.params(structs)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    batch = {
+        "tokens": jnp.asarray(tokens, jnp.int32),
+        "positions": positions,
+        "rows": jnp.zeros(len(tokens), jnp.int32),
+    }
+    return np.asarray(functional(module)(map_with_path(lambda path, _: params[path], describe(module)), batch))
+
+
+OF_THE_LIBRARY = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+@pytest.mark.slow
+@OF_THE_LIBRARY
+@pytest.mark.parametrize("settings", [
+    {}, {"use_rslora": True}, {"use_dora": True}, {"use_dora": True, "use_rslora": True},
+    {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 5}},
+])  # fmt: skip
+def test_the_logits_of_what_the_library_wrote_are_its_own(base, settings, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    how = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM",
+                          **settings)  # fmt: skip
+    model = peft.get_peft_model(plain, how)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.uniform_(param, 0.1, 0.5)
+    model.save_pretrained(tmp_path / "adapter")
+    tokens = np.arange(12).reshape(2, 6)
+    want = logits_of_peft(tmp_path / "adapter", tokens)
+    assert abs(our_logits(base, tokens) - want).max() > 1e-2
+    np.testing.assert_allclose(our_logits(tmp_path / "adapter", tokens), want, atol=1e-4)
+
+
+@pytest.mark.slow
+@OF_THE_LIBRARY
+def test_the_library_loads_what_is_written_with_the_same_logits(base, tmp_path):
+    modules = {Q: (16, 16), Q.replace("0", "1"): (16, 16), DOWN: (24, 16), DOWN.replace("1", "0"): (24, 16)}
+    adapter = write_adapter(base, "before", {module: drawn(4, *size) for module, size in modules.items()})
+    meshpar.fit(continued(base, adapter, tmp_path / "run"), json=True)
+    convert.to_peft(tmp_path / "run", tmp_path / "again")
+    tokens = np.arange(12).reshape(2, 6)
+    np.testing.assert_allclose(logits_of_peft(tmp_path / "again", tokens), our_logits(adapter, tokens), atol=1e-4)
