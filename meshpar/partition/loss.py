@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
@@ -184,7 +185,8 @@ def parameter_layout(ctx: ParallelContext, x: Any, dims: tuple[str, ...], is_loc
         count(over, ctx.mesh.shape) * count(dict(stored).get(i, ()), ctx.mesh.shape) for i, over in enumerate(axes)
     ]
     shape = tuple(size * (n if is_local else 1) for size, n in zip(array.shape, factors, strict=True))
-    dtype = np.dtype(ctx.compute_dtype or array.dtype) if stored and array.dtype.kind == "f" else array.dtype
+    is_cast = bool(stored) and jnp.issubdtype(array.dtype, jnp.floating)  # where it is gathered
+    dtype = np.dtype(ctx.compute_dtype or array.dtype) if is_cast else array.dtype
     varies = varies_over(array) if is_local else frozenset(ctx.gradient_axes) | {a for over in axes for a in over}
     return Layout(shape, dtype, axes, dims, (), varies, any(axes), True, stored)
 

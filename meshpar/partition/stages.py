@@ -177,7 +177,8 @@ class StagedLoss:
     @property
     def _arguments(self) -> tuple[Any, Any, Any, Any]:
         def param(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-            dtype = np.dtype(self.ctx.compute_dtype or spec.dtype) if spec.dtype.kind == "f" else spec.dtype
+            is_float = jnp.issubdtype(spec.dtype, jnp.floating)
+            dtype = np.dtype(self.ctx.compute_dtype or spec.dtype) if is_float else spec.dtype
             return jax.ShapeDtypeStruct(spec.shape, dtype)
 
         return jax.tree.map(param, self.loss.params), self._batch, self.key, jax.tree.map(_struct, self.loss.carried)

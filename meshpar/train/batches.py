@@ -137,9 +137,9 @@ def _check_rows(specs: Mapping[str, ArraySpec], ctx: ParallelContext, problems: 
         return
     if not {*ctx.rules.partition_axes("batch")} <= {*ctx.mesh.shape}:
         return  # `resolve` reports rules with an axis that the mesh does not have
-    parts = ctx.shards("batch") * ctx.num_microbatches
+    parts = ctx.shards("batch") * ctx.num_passes
     for count in set(counts.values()):
         if count % parts:
             what = f"{count} rows cannot be cut into {parts} equal parts"
-            cause = f"({ctx.shards('batch')} devices x {ctx.num_microbatches} microbatches)"
+            cause = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
             problems.add("batch", f"{what} {cause}", f"a multiple of {parts} rows")

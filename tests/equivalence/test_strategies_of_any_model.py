@@ -220,6 +220,14 @@ def master_copy(name):
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 
 
+def stored_in_bfloat16(name):
+    """Shards are gathered in the dtype in which the loss computes, and updated in the one in which they are stored."""
+    losses, state = trained(adopted(name, "cube", params_dtype=jnp.bfloat16), name, 1)
+    narrow = jax.tree.map(lambda p: np.float64(p.astype(jnp.bfloat16)), model(name)[1])
+    assert abs(losses[0] - by_hand(name, 1, params=narrow)[0][0]) < EXACT
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def _narrow(x):
     return x.astype(np.float32).astype(np.float64)
 
@@ -493,6 +501,7 @@ STRATEGIES: dict[str, tuple[Callable[[str], None], str | None]] = {
     "plan over its axes": (planned, None),
     "recomputation by names": (remat_by_names, "gshard"),
     "DiLoCo in fragments": (diloco_in_fragments, "gshard"),
+    "stored in bfloat16": (stored_in_bfloat16, None),
 }
 """Strategy -> its test, and the model, if any, with which CI tries every second one."""
 MODELS = ("vit", "t5", "gshard")
