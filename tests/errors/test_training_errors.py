@@ -258,7 +258,7 @@ def test_a_strategy_without_effect_is_refused(case, how):
     assert message in str(error.value)
 
 
-PIPELINE = {"parallel": Parallel(pipeline=OneFOneB(num_microbatches=4))}
+PIPELINE = {"parallel": Parallel(pipeline=OneFOneB(num_microbatches=2))}
 NOT_CUT = {
     "auto": ({"lowering": "auto"}, "parallel.pipeline\n    GSPMD has no pipeline\n    lowering='manual', or"),
     "local": (
