@@ -290,8 +290,6 @@ def test_an_imported_model_generates_and_is_served(meshpar):
         for _ in range(4):
             row.append(int(own.apply({"params": params}, jnp.array([row]))[0, -1].argmax()))
         assert completion.tokens == row[len(prompt) :]
-    code, output = meshpar("export", "run", "out")
-    assert (code, output.endswith("meshpar.Checkpoints reads, to jax.export\n")) == (2, True)
     assert "each token recomputes its row, without a cache" in str(generated)
     assert "each token recomputes its row, without a cache" in str(engine)
 
