@@ -22,8 +22,8 @@ from meshpar.checkpoint import checksums
 from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
 from meshpar.checkpoint.saved import META, Checkpoint, find
 from meshpar.errors import MeshparError
-from meshpar.experiment import actions
 from meshpar.experiment.config import Run
+from meshpar.experiment.start import order_of
 from meshpar.interop.huggingface import open_pretrained
 from meshpar.serve.http.bodies import CompletionBody, parse
 from meshpar.serve.http.chat_bodies import ChatBody
@@ -173,7 +173,7 @@ def signed_case(saved: Path, folder: Path) -> Callable[[random.Random], str]:
         (checkpoint / checksums.FILE).unlink()
         checksums.write(checkpoint)
         _ = Checkpoint(checkpoint).meta
-        actions._order(run, Checkpoint(checkpoint))
+        order_of(run, Checkpoint(checkpoint))
         return "read"
 
     return case

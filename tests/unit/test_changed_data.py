@@ -87,10 +87,10 @@ def test_every_source_names_its_files_and_its_tokenizer(tmp_path: Path):
     sources = write_sources(tmp_path)
     assert Synthetic().fingerprint() == {}
     assert len(StandardLibrary().fingerprint()) > 300
+    num_files = {"text": 40, "synthetic": 0, "webdataset": 2, "array_record": 2, "array_record of texts": 2}
     for name, data in sources.items():
-        files = {"text": 40, "synthetic": 0}.get(name, 1)
         with_tokenizer = name not in ("synthetic", "npz", "matrix")
-        assert len(data.fingerprint()) == files + with_tokenizer, name
+        assert len(data.fingerprint()) == num_files.get(name, 1) + with_tokenizer, name
     before = sources["text"].fingerprint()
     write_tokenizer(tmp_path / "tokenizer.json", vocab_size=270)
     assert changes(before, sources["text"].fingerprint()) == {"data.tokenizer": "has changed"}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar import generate
-from meshpar.experiment import actions
+from meshpar.experiment import mfu
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 from meshpar.planning.plan import plan
@@ -220,7 +220,7 @@ def meshpar(command):
 def chip(monkeypatch):
     """A chip of 1e12 operations a second in place of the CPU."""
     chip = Chip("test", ("cpu",), 1e12, 1e9, 1e9)
-    monkeypatch.setattr(actions, "chip_of", lambda device: chip)
+    monkeypatch.setattr(mfu, "chip_of", lambda device: chip)
     return chip
 
 
