@@ -60,8 +60,8 @@ def test_a_notebook_has_the_code_of_its_page_and_no_outputs(page):
     assert not any("```" in cell.source for cell in cells)
 
 
-SAMPLE = {"03-collectives", "11-pipelines"}
-"""The cheapest chapters, of 3 CPU seconds each; the others are executed by slow tests."""
+SAMPLE = {"03-collectives"}
+"""A cheap chapter; the others are executed by slow tests."""
 chapters = pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.stem, marks=[] if page.stem in SAMPLE else pytest.mark.slow) for page in CHAPTERS],

@@ -109,6 +109,7 @@ def key_case(command, folder: Path, key, value: str) -> tuple[bool, bool]:
     return passed, check_k8s(command(*K8S, "--name=x", "--", *by_word), by_word)
 
 
+@pytest.mark.slow
 def test_a_newline_in_each_text_key_reaches_no_script(folder, command):
     for name, key in KEYS.items():
         if key.name in OPAQUE:

@@ -279,7 +279,8 @@ def without_messages():
 
 
 @pytest.mark.parametrize(
-    "broken", [pytest.param(without_others, marks=pytest.mark.slow), without_activations, without_messages]
+    "broken",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in (without_others, without_activations)), without_messages],
 )
 def test_control_a_rough_estimate_that_lacks_collectives_disagrees(broken):
     assert disagreements(broken())

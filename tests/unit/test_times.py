@@ -169,6 +169,7 @@ def test_a_plan_says_what_it_costs_and_what_would_help():
         meshpar.plan(RUN, "h100:1x4", price="2 USD")
 
 
+@pytest.mark.slow
 def test_a_narrowed_space_keeps_the_choice(monkeypatch):
     """Of two hosts: the choice among the layouts of a few meshes is that among all."""
     fix = ["model.remat=none", "mesh.context=1"]
