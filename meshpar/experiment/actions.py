@@ -22,8 +22,8 @@ from meshpar.checkpoint.saved import FOLDER, find, steps
 from meshpar.errors import ConfigError, ContractWarning, ProgramError
 from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
-from meshpar.experiment.evaluation import check_short_batch, measure_of
 from meshpar.experiment.fit_model import fit_model
+from meshpar.experiment.held_out import check_short_batch, measure_of
 from meshpar.experiment.mfu import mfu_of
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.experiment.rollouts import of_prompts, rollouts_of

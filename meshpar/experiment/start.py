@@ -15,7 +15,7 @@ from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import build
 from meshpar.errors import CheckpointError, ConfigError
-from meshpar.experiment.config import Run
+from meshpar.experiment.config import Init, Run
 from meshpar.experiment.prepare import Prepared
 from meshpar.interop.export import keep_model_files
 from meshpar.interop.huggingface import Pretrained
@@ -50,13 +50,7 @@ def beginning_of(
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
     if source is None and init and init.from_hf:
-        if not init.from_hf.is_dir():
-            raise ConfigError(_no_folder("init.from_hf", init.from_hf))
-        if init.adapter and not init.adapter.is_dir():
-            raise ConfigError(_no_folder("init.adapter", init.adapter))
-        pretrained = replace(open_folder(init.from_hf), is_upcycled=init.upcycle)
-        pretrained.check(prepared.run.model)
-        return replace(from_files(prepared, pretrained), adapter=_adapter(prepared, init.adapter, init.from_hf))
+        return _pretrained(prepared, init, init.from_hf)
     if source is None and init and init.from_checkpoint:
         source = find(init.from_checkpoint, init.include)
         include = init.include
@@ -71,6 +65,17 @@ def beginning_of(
     beginning = Beginning(prepared, source, include, exclude, saved.about.config, data_changed)
     _ = beginning.selection
     return beginning
+
+
+def _pretrained(prepared: Prepared, init: Init, folder: Path) -> PretrainedBeginning:
+    """The model of `init.from_hf`, and the adapter that its LoRA begins with."""
+    if not folder.is_dir():
+        raise ConfigError(_no_folder("init.from_hf", folder))
+    if init.adapter and not init.adapter.is_dir():
+        raise ConfigError(_no_folder("init.adapter", init.adapter))
+    pretrained = replace(open_folder(folder), is_upcycled=init.upcycle)
+    pretrained.check(prepared.run.model)
+    return replace(from_files(prepared, pretrained), adapter=_adapter(prepared, init.adapter, folder))
 
 
 def from_files(prepared: Prepared, pretrained: Pretrained) -> PretrainedBeginning:

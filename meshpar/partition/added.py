@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
-from meshpar.partition.stack import is_literal
+from meshpar.partition.stack import is_literal, part_of
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def added(last: ClosedJaxpr, data: Sequence[int], num_collected: int) -> Added |
     factors = [v for v in inputs if v not in reached and v not in closed.jaxpr.constvars]
     return Added(
         tuple(i for i, _ in gains),
-        _program(closed, [eqn for eqn in needed if not {*eqn.outvars} & reached], given, factors),
-        _program(closed, parts, [*factors, *collected], [v for _, v in gains]),
+        part_of(closed, [eqn for eqn in needed if not {*eqn.outvars} & reached], given, factors),
+        part_of(closed, parts, [*factors, *collected], [v for _, v in gains]),
     )
 
 
@@ -99,7 +99,7 @@ def without(last: ClosedJaxpr, num_collected: int) -> ClosedJaxpr:
             zero.update(eqn.outvars)
         eqns.append(eqn)
     outvars = [v if is_literal(v) else same.get(v, v) for v in last.jaxpr.outvars]
-    run = jaxpr_as_fun(_program(last, eqns, last.jaxpr.invars, outvars))
+    run = jaxpr_as_fun(part_of(last, eqns, last.jaxpr.invars, outvars))
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in last.jaxpr.invars]
 
     def end(*others: Any) -> list[Any]:
@@ -114,12 +114,6 @@ def _needed(jaxpr: Jaxpr, targets: Sequence[Var]) -> tuple[list[Any], set[Any]]:
     found = []
     for eqn in reversed(jaxpr.eqns):
         if {*eqn.outvars} & read:
-            found.insert(0, eqn)
+            found.append(eqn)
             read.update(v for v in eqn.invars if not is_literal(v))
-    return found, read
-
-
-def _program(of: ClosedJaxpr, eqns: Sequence[Any], invars: Sequence[Var], outvars: Sequence[Var]) -> ClosedJaxpr:
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    jaxpr = Jaxpr(of.jaxpr.constvars, list(invars), list(outvars), list(eqns), effects, debug_info=of.jaxpr.debug_info)
-    return ClosedJaxpr(jaxpr, of.consts)
+    return found[::-1], read

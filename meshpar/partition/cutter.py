@@ -22,13 +22,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from meshpar.errors import ShardingError
 from meshpar.partition.added import Added, added, without
 from meshpar.partition.cut import OF_ALL_LAYERS, Argument, Cut
 from meshpar.partition.source import Source
-from meshpar.partition.stack import Atom, Stack, arguments_of, each, is_literal
+from meshpar.partition.stack import Atom, Stack, arguments_of, each, is_literal, part_of
 
 _DEAR = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
 """Operations that are not computed a second time on another stage."""
@@ -295,11 +295,9 @@ class _Cutter:
     def _program(
         self, outvars: Sequence[Any], invars: Sequence[Var], numbers: Iterable[int] | None = None
     ) -> ClosedJaxpr:
-        of = self.flat.jaxpr
-        eqns = [of.eqns[number] for number in sorted(self._needed(outvars) if numbers is None else numbers)]
-        effects = frozenset().union(*(eqn.effects for eqn in eqns))
-        jaxpr = Jaxpr(of.constvars, list(invars), list(outvars), eqns, effects, debug_info=of.debug_info)
-        return ClosedJaxpr(jaxpr, self.flat.consts)
+        numbers = self._needed(outvars) if numbers is None else numbers
+        eqns = [self.flat.jaxpr.eqns[number] for number in sorted(numbers)]
+        return part_of(self.flat, eqns, invars, outvars)
 
     # What cannot ---------------------------------------------------------------------------------------------------
 

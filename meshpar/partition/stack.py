@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 Atom = Var | Literal
 Row = Atom | tuple[Atom, ...]
@@ -52,6 +52,13 @@ class Stack:
 
 def is_literal(v: Any) -> bool:
     return isinstance(v, Literal)
+
+
+def part_of(of: ClosedJaxpr, eqns: Sequence[Any], invars: Sequence[Var], outvars: Sequence[Any]) -> ClosedJaxpr:
+    """Some of the operations of a program, as a program."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    jaxpr = Jaxpr(of.jaxpr.constvars, list(invars), list(outvars), list(eqns), effects, debug_info=of.jaxpr.debug_info)
+    return ClosedJaxpr(jaxpr, of.consts)
 
 
 def each(row: Row) -> tuple[Atom, ...]:

@@ -310,12 +310,13 @@ def peft_base(folder: Path) -> Path:
     return named if named.is_dir() else folder / named
 
 
-def our_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+def our_logits(folder: Path, tokens: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """The logits of the model of a folder, without a cache; an adapter is merged."""
     read = open_folder(folder)
     module = read.model.abstract()
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     structs = {
-        path: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=one)
+        path: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=one)
         for path, spec in flatten_with_paths(describe(module)).items()
     }
     params = read.params(structs)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,15 +16,14 @@ from meshpar.interop.export import export
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft_params import adapter_params
 from meshpar.models import GPT, Llama
-from meshpar.nn.describe import describe, functional
 from meshpar.serve import scheduler
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.pages import digests_of
 from meshpar.serve.scheduler import Request, Scheduler
 from meshpar.serve.side_adapters import adapter_folders, open_adapters
 from meshpar.serve.source import open_source
-from meshpar.tree import flatten_with_paths, map_with_path
-from tests.interop.test_peft import DOWN, Q, write_adapter
+from meshpar.tree import flatten_with_paths
+from tests.interop.test_peft import DOWN, Q, our_logits, write_adapter
 from tests.serve.client import serving
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 24, "vocab_size": 32}
@@ -80,18 +78,7 @@ def scores_of(engine: Any, adapters: list[int]) -> list[tuple[list[int], list[fl
 
 def logprobs_of(folder: Path, answer: list[int]) -> np.ndarray:
     """The log-probabilities of an answer by the model of a folder, without a cache; an adapter is merged."""
-    read = open_folder(folder)
-    module = read.model.abstract()
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    structs = {
-        path: jax.ShapeDtypeStruct(spec.shape, np.float64, sharding=one)
-        for path, spec in flatten_with_paths(describe(module)).items()
-    }
-    params = read.params(structs)
-    tokens = jnp.array([[*PROMPT, *answer]], jnp.int32)
-    batch = {"tokens": tokens, "positions": jnp.arange(tokens.shape[1], dtype=jnp.int32)[None],
-             "rows": jnp.zeros(1, jnp.int32)}  # fmt: skip
-    logits = functional(module)(map_with_path(lambda path, _: params[path], describe(module)), batch)
+    logits = our_logits(folder, np.array([[*PROMPT, *answer]]), np.float64)
     each = jax.nn.log_softmax(logits[0, len(PROMPT) - 1 : -1], axis=-1)
     assert each.argmax(-1).tolist() == answer
     return np.take_along_axis(np.asarray(each), np.array(answer)[:, None], 1)[:, 0]

@@ -10,7 +10,7 @@ import pytest
 from sklearn import metrics as sklearn
 
 from meshpar import ConfigError, DataError
-from meshpar.experiment.evaluation import check_short_batch
+from meshpar.experiment.held_out import check_short_batch
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from tests.tasks import own, runs
