@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable
 
 from tests.xla import FLAGS
@@ -29,6 +30,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects and few cycles: by default it takes 7 to 13 % longer
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """CI runs n of the cases of a test with `@pytest.mark.sample(n)`, evenly chosen; the others are slow."""
+    tests = defaultdict(list)
+    for item in items:
+        if (sample := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0], *sample.args].append(item)
+    for (_, num), cases in tests.items():
+        kept = {i * len(cases) // num for i in range(num)}
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -63,6 +63,7 @@ def test_the_table_has_what_each_layout_holds():
     assert measured(*compare_layouts.LAYOUTS) == SHOWN
 
 
+@pytest.mark.slow
 def test_a_page_quotes_what_the_table_has():
     text = re.sub(r"\s+", " ", pictures.PAGE.read_text())
     held = {name: row[3].removesuffix(" MiB") for name, row in (SHOWN | measured(*SAMPLE)).items()}

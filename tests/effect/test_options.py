@@ -168,6 +168,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_control_an_option_without_effect_is_found(fault, monkeypatch):
     *case, plant = PLANTED[fault]

@@ -140,6 +140,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "mesh", "num_microbatches", "parts", "layers", "remat"),
     [pytest.param(*case, marks=[] if i < 2 else pytest.mark.slow) for i, case in enumerate(PIPELINES)],

@@ -302,6 +302,7 @@ COMPOSED = {
 IN_CI = ("tensor_sp", "pipeline_zero")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.slow) for n in COMPOSED])
 def test_steps_with_sharded_rows_equal_one_device(name):
     assert composed(name) < 1e-10

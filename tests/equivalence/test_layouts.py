@@ -35,6 +35,7 @@ def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulati
     assert got.difference(on_one_device(model)) < 1e-10
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

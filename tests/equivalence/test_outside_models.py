@@ -64,6 +64,7 @@ def first_difference(model, taken):
     return compare(taken, on_one_device(model), without_gradient(on_one_device(model))).first
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_an_outside_model_is_equal_to_one_device(model, layout):
     state, taken = trained(model, layout)
@@ -104,6 +105,7 @@ def test_random_keys_are_replicated_integers_in_the_state():
     assert counts[1] == counts[0] + 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sam", "sam_in_turns", "lbfgs"])
 def test_an_optimizer_that_evaluates_the_loss_again_equals_a_loop_by_hand(name):
     """The loop is that of Optax's documentation, on one device."""

@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "section", "layout", "way", "accumulation", "unrolled"), CASES)
 def test_layers_with_overlap_are_equal_to_one_device(model, section, layout, way, accumulation, unrolled, monkeypatch):
     monkeypatch.setattr(ring, "UNROLLED", unrolled)

@@ -43,6 +43,7 @@ def on_one_device(number_format: str, model: str, num_microbatches: int) -> Outc
     return in_8_bits(number_format, model, None, "auto", num_microbatches)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout", "lowering", "number_format", "accumulation"), CASES)
 def test_in_8_bits_it_equals_one_device(model, layout, lowering, number_format, accumulation):
     """Scales are global, so the same elements are rounded to the same numbers."""

@@ -123,6 +123,7 @@ def on_one_device(way):
     return params, jax.jit(jax.value_and_grad(loss_of(REFERENCE[way])))(params, given, None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "context"),
     [

@@ -204,6 +204,7 @@ def differences(model, way, mesh, context=None):
     return abs(metrics["loss"] - loss), largest_difference(jax.device_get(found), jax.device_get(grads))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "way", "context"),
     [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow) for case in CASES],

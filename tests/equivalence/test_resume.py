@@ -190,6 +190,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("unbroken")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), CASES)
 def test_a_resumed_run_continues_as_if_it_had_not_stopped(before: Where, after: Where, folder: Path, tmp_path: Path):
     stopped = random.Random(f"{before} {after}").randrange(1, NUM_STEPS)
@@ -280,6 +281,7 @@ FAULTS = {
 """Fault -> where the run is saved and resumed, and after which step."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_in_resuming_are_seen(fault: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before, after, stopped = FAULTS[fault]

@@ -67,6 +67,7 @@ def test_auto_unrolls_only_few_large_layers_on_a_cpu():
     assert large(unroll="all").layers_of_an_iteration("tpu", True) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "remat", "has_loop"), [("data8", "none", 0), ("zero3", "none", 0), ("data8", "full", 1)]
 )

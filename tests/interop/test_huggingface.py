@@ -92,6 +92,7 @@ IN_CI = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in IN_CI else pytest.mark.slow) for k in KINDS])
 def test_logits_equal_transformers_and_weights_come_back_bit_for_bit(kind, tmp_path):
     theirs = made(kind)

@@ -50,6 +50,7 @@ def run(*words):
     return subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_does_not_hang_a_pipeline():
     """Its embedding is gathered in a conditional, beside gathers of the first layer that do not need it."""
     done = run()

@@ -305,6 +305,7 @@ def test_losses_do_not_depend_on_the_number_of_processes_that_are_left(config):
     assert all(abs(found[step] - expected[step]) < 1e-6 for step in expected)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_named(config):
     running = launch(2, "train", config, "run_dir=run", "num_steps=100000", before=["--hang-after=3"])
     wait_for_step(3, "run", running)

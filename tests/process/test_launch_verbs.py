@@ -50,6 +50,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_processes_generate_bench_and_verify_what_one_does(run_dir, capfd):
     capfd.readouterr()
     assert exit_code(*GENERATE) == 0

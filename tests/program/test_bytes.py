@@ -101,6 +101,7 @@ def parameter_size(run: Prepared, layers: bool) -> int:
     return sum(spec.num_bytes for spec in arrays if ("layers" in spec.dims) == layers)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
     [
@@ -173,6 +174,7 @@ SWEPT = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("model", "layout"), [pytest.param(*case, marks=pytest.mark.slow if case in SWEPT else []) for case in CASES]
 )
@@ -193,6 +195,7 @@ SHARED_ROWS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "pairs" else []) for kind in SHARED_ROWS]
 )
@@ -267,6 +270,7 @@ WAYS = {name: "bidirectional" if i % 2 else "ring" for i, name in enumerate(OVER
 IN_CI = ("tensor_recomputed", "fsdp_tensor_kept", "bfloat16")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in OVERLAPPED]
 )
@@ -350,6 +354,7 @@ def test_control_gspmd_sends_more_than_the_closed_form():
     assert total_sent_bytes(found_in("zero3", "auto", 1)) > 1.2 * sum(form.values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["data8", "zero1", "zero2", "hsdp2x4"])
 def test_gradients_are_reduced_once_whatever_the_microbatches(layout):
     """ZeRO-3's reduce-scatter runs in each layer; the sum over replicas runs once."""

@@ -41,6 +41,7 @@ def prepared(layout: str, chunk: Any, num_microbatches: int = 1, lowering: str =
     return test_bytes.prepared(layout, lowering, num_microbatches, loss=LossConfig(chunk=chunk), **more)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("layout", "num_microbatches", "name"), CASES)
 def test_bytes_and_flops_equal_those_without_chunks(layout, num_microbatches, name):
     run = prepared(layout, CHUNK, num_microbatches, **OTHERS.get(name, {}))
@@ -87,6 +88,7 @@ def largest_with_vocabulary(run: Prepared, step: Step) -> int:
     return max(math.prod(shape) for shape in shapes if width in shape)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "lowering"), LAYOUTS_OF_LARGE)
 def test_no_array_has_all_logits(layout, lowering):
     run, step = large(layout, lowering, CHUNK)

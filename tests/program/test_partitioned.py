@@ -79,6 +79,7 @@ def by_axes(found: Any) -> dict[Any, float]:
     return {axes: float(num_bytes) for axes, num_bytes in found.items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plain_llama_sends_what_our_own_sends(layout):
     """Eighty lines of Linen that know of no mesh send the bytes of the layers that were written for one.
@@ -156,6 +157,7 @@ AGAINST_GSPMD = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "layout"), AGAINST_GSPMD)
 def test_a_partitioned_step_sends_no_more_than_gspmds(model, layout):
     sent = {}

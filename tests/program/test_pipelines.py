@@ -118,6 +118,7 @@ def sent_over_pipe(compiled, mesh, p, only_in_ticks=False):
     return p * total_sent_bytes(sent, "collective_permute", ["pipe"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "mesh", "m", "more"),
     [pytest.param(*case, marks=pytest.mark.slow if i > 3 else []) for i, case in enumerate(SENDING)],

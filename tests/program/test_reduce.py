@@ -40,6 +40,7 @@ def sent_and_form(run):
     return sent, run.traced_bytes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "layout", "num_microbatches"), CASES)
 def test_a_step_with_a_declared_reduction_sends_the_closed_form(name, layout, num_microbatches):
     sent, form = sent_and_form(

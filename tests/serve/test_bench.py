@@ -90,6 +90,7 @@ def test_the_plot_shows_every_rate(tmp_path, monkeypatch):
     assert [line.get_ydata()[0] for line in tokens.lines[1:]] == [900.0, 300.0, 60.0]
 
 
+@pytest.mark.slow
 def test_the_verb_measures_a_model(command, tmp_path):
     """Random weights in a Hugging Face folder, on a mesh, with drafts."""
     model = Llama(num_layers=1, hidden_size=8, num_heads=4, intermediate_size=8, vocab_size=16)

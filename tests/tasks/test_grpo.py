@@ -159,6 +159,7 @@ def test_sampled_probabilities_are_those_of_the_training_on_the_same_arrays(here
         assert at == of, path
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly_between_the_steps_of_the_same_answers(here):
     more: dict[str, Any] = {"loss": {"updates": 2}, "checkpoints": {"every": 3}}
     whole = fit(run_of(here, **more), json=True)

@@ -361,6 +361,7 @@ def read_all(folder: Path) -> None:
 TEXTS = ["", "[]", "null", "{", "1", '"x"', "[" * 10**5, "{}", "\ufeff{}", '{"format": 2}', '{"format": "2"}']
 
 
+@pytest.mark.slow
 def test_wrong_content_with_right_checksums_is_refused_without_a_traceback(
     original: Path, tmp_path: Path, command: Callable[..., Said]
 ):

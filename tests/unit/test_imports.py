@@ -337,6 +337,7 @@ def test_an_nnx_model_with_keys_statistics_and_axes_of_its_own_is_verified(meshp
     assert (code, output.splitlines()[-1]) == (0, "equal to one device: no difference is above 1e-10")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", [[], ["loss=own_model:own"]])
 def test_random_keys_are_carried_and_a_resumed_run_has_the_same_losses(meshpar, loss):
     """Both with the default loss, which evaluates without dropout, and with the model's own."""
@@ -602,6 +603,7 @@ LOCAL = ["model.target=own_model:Local", "model.arguments={width: 16}"]
 REGRESSION = ["model.target=own_model:Regression", *ROWS]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [[*REGRESSION, "loss=own_model:squared"], [*ROWS, "rules.zero=1"], [*LOCAL, "num_microbatches=2"]],

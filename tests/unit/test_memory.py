@@ -108,6 +108,7 @@ def test_stochastic_rounding_needs_no_master_copy():
     assert without.parameters == with_master.parameters
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sizes", "presets", "precision", "num_microbatches"),
     [layout for i, layout in enumerate(layouts(8)) if i % 5 == 1],

@@ -278,6 +278,7 @@ def test_the_gradient_of_a_weight_transposes_the_smaller_side(shapes, transposed
     assert product.invars[0].aval.shape == transposed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("remat", ["dots", "dots_no_batch", "full", {"save": ["attn", "residual"]}], ids=str)
 def test_remat_changes_no_gradient(remat):
     def grads(model):

@@ -35,6 +35,7 @@ def guilty(proof: Verification) -> dict[str, str]:
     return {row.name: str(row.difference or row.error) for row in proof.culprits}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sizes", "presets", "more"),
     [
