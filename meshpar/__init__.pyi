@@ -4,6 +4,27 @@ from .checkpoint.retention import Retention
 from .checkpoint.saved import Checkpoint
 from .collectives.reduction import Reduce
 from .compression import Compressed, compress
+from .data import (
+    Arrow,
+    Bytes,
+    Chat,
+    Ids,
+    Jsonl,
+    Mixture,
+    MixtureComponent,
+    NoData,
+    Numpy,
+    Parquet,
+    Preferences,
+    Prompts,
+    Shards,
+    StandardLibrary,
+    Synthetic,
+    Text,
+    TokenizerFile,
+)
+from .data.images.augment import Augment
+from .data.images.config import Images
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -67,39 +88,18 @@ from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, 
 from .partition.inferred import infer_dims
 from .partition.partitioned import partitioned
 from .planning.plan import Plan, plan
+from .records.loggers import MLflow, Prometheus, TensorBoard, WandB
 from .serve.generate import Completion, Generated, generate
 from .serve.own_source import CausalModel
 from .sharding.resolve import Placement, resolve
 from .sharding.rules import AxisRules
 from .sharding.spec import ArraySpec
 from .train.cross_entropy import cross_entropy
-from .train.data import (
-    Arrow,
-    Bytes,
-    Chat,
-    Ids,
-    Jsonl,
-    Mixture,
-    MixtureComponent,
-    NoData,
-    Numpy,
-    Parquet,
-    Preferences,
-    Prompts,
-    Shards,
-    StandardLibrary,
-    Synthetic,
-    Text,
-    TokenizerFile,
-)
 from .train.grpo import GRPO
-from .train.images.augment import Augment
-from .train.images.config import Images
 from .train.loop.signals import Interrupted
 from .train.loop.stopping import EarlyStopping
 from .train.loss import Distill, LossConfig, LossSums
 from .train.preferences import DPO, ORPO
-from .train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
 from .train.tasks import Classify, Contrastive, MaskedTokens, Regress
 from .train.training import Training
 from .verification.report import Verification

@@ -15,6 +15,11 @@ from meshpar import config
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
+from meshpar.data import Ids, NoData, TokenizerFile
+from meshpar.data.corpus import Batching
+from meshpar.data.rows.config import RowData
+from meshpar.data.special_tokens import end_ids
+from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
@@ -32,11 +37,6 @@ from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Ids, NoData, TokenizerFile
-from meshpar.train.data.corpus import Batching
-from meshpar.train.data.special_tokens import end_ids
-from meshpar.train.data.tokenizer import Tokenizer
-from meshpar.train.rows.config import RowData
 from meshpar.tree import flatten_with_paths, map_with_path
 
 __all__ = ["from_hf", "to_hf", "to_peft"]

@@ -5,6 +5,6 @@
 'meshpar'
 """
 
-from meshpar.train.records.loggers import MLflow, Prometheus, TensorBoard, WandB
+from meshpar.records.loggers import MLflow, Prometheus, TensorBoard, WandB
 
 __all__ = ["MLflow", "Prometheus", "TensorBoard", "WandB"]

@@ -30,8 +30,8 @@ def resident():
     pages = int(open("/proc/self/statm").read().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-from meshpar.train.data import Shards
-from meshpar.train.data.order import Order
+from meshpar.data import Shards
+from meshpar.data.order import Order
 
 before = resident()
 began = time.perf_counter()
@@ -123,9 +123,9 @@ def _cpu_s() -> float:
 
 def memory(folder: Path, tokens: int) -> None:
     """Writes shards of ids that nobody encoded, and reads rows of them, from the beginning and in the middle."""
-    from meshpar.train.data.shards import manifest
-    from meshpar.train.data.shards.stored import SideWriter
-    from meshpar.train.data.tokenizer import Ids
+    from meshpar.data.shards import manifest
+    from meshpar.data.shards.stored import SideWriter
+    from meshpar.data.tokenizer import Ids
 
     draw = np.random.default_rng(0)
     dtype = np.dtype(np.uint16)

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from meshpar import Images
-from meshpar.train.images.augment import random_part
+from meshpar.data.images.augment import random_part
 
 BATCH = 64
 

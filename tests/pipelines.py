@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
@@ -15,7 +16,6 @@ from meshpar.models import GPT, Llama
 from meshpar.optim import AdamW
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.verification.trial import KINDS, Trial
 
 ROWS = 48

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.train.data import ArrayRecord, Arrow, Jsonl, Mixture, Numpy, Parquet, Synthetic, Text, WebDataset
-from meshpar.train.data.corpus import Batching
-from meshpar.train.data.tokenizer import Ids, TokenizerFile
+from meshpar.data import ArrayRecord, Arrow, Jsonl, Mixture, Numpy, Parquet, Synthetic, Text, WebDataset
+from meshpar.data.corpus import Batching
+from meshpar.data.tokenizer import Ids, TokenizerFile
 
 SPECIAL = ("<s>", "</s>")
 WORDS = ("a", "mesh", "and", "name", "for", "each", "dim", "of", "tensor", "axes", "1", "2", "3")

@@ -22,8 +22,8 @@ from meshpar.launch.supervise import supervise
 from meshpar.launch.workers import Ended, Group
 from meshpar.mesh.join import INTERRUPTED
 from meshpar.progress import say
+from meshpar.records.file import FILE, read
 from meshpar.train.loop.signals import Interrupted
-from meshpar.train.records.file import FILE, read
 
 TOLERANCE = 1e-5
 """The largest difference of a loss or a parameter that counts as equal. On the same mesh there is none."""

@@ -14,10 +14,10 @@ from typing import IO, Any
 import jax
 import numpy as np
 
+from meshpar.data.dataset import Dataset
+from meshpar.data.order import Order
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Run
-from meshpar.train.data import Dataset
-from meshpar.train.data.order import Order
 from meshpar.train.replicas import copied_over
 from meshpar.train.state import TrainState
 

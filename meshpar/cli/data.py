@@ -30,9 +30,9 @@ def show(
     json: AsJson = False,
 ) -> None:
     """Prints a row of the training data as text. What is learned is in color, or between the brackets ⟦ and ⟧."""
+    from meshpar.data.rows.config import RowData
+    from meshpar.data.shown import show as shown
     from meshpar.experiment.config import load
-    from meshpar.train.data.shown import show as shown
-    from meshpar.train.rows.config import RowData
 
     run = load(config, overrides or [])
     if isinstance(run.data, RowData):
@@ -64,10 +64,10 @@ def build(
     A build that was stopped goes on with the same command: finished shards are not encoded again. Several hosts that
     see the same folder share a build with --part 1/2 and --part 2/2.
     """
+    from meshpar.data.corpus import TextCorpus
+    from meshpar.data.shards.build import build as encode
     from meshpar.experiment.config import load
     from meshpar.progress import say
-    from meshpar.train.data.corpus import TextCorpus
-    from meshpar.train.data.shards.build import build as encode
 
     run = load(config, overrides or [])
     if not isinstance(run.data, TextCorpus):

@@ -23,7 +23,7 @@ def plot(
     A run with experts gets a second picture, FILE-experts.png: the load of each expert over the steps. So does a
     federated run, FILE-clients.png: the accuracy of each client.
     """
-    from meshpar.train.records.curves import draw
+    from meshpar.records.curves import draw
 
     out = out or runs[0] / "curves.png"
     for picture in draw(runs, out):

@@ -47,8 +47,8 @@ def train(
     from meshpar.experiment import actions
     from meshpar.experiment.config import load
     from meshpar.mesh.join import join
+    from meshpar.records.loggers import Prometheus
     from meshpar.train.loop.signals import Interrupted
-    from meshpar.train.records.loggers import Prometheus
 
     loaded = load(config, overrides or [])
     if metrics_host != LOCAL and not metrics_port:

@@ -26,7 +26,7 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from meshpar.train.records.file import FILE
+    from meshpar.records.file import FILE
     from meshpar.train.watch import Watch
 
     if not (run_dir / FILE).is_file():

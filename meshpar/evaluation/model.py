@@ -14,14 +14,14 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
+from meshpar.data.chat.template import read_template
+from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.serve.answer import Answer
 from meshpar.serve.engine import Engine
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Scheduler
 from meshpar.serve.source import Source
-from meshpar.train.data.chat.template import read_template
-from meshpar.train.data.tokenizer import TokenizerFile
 
 Pair = tuple[Any, list[int], list[int]]
 """A context and what follows it: as lm-eval names them, and the tokens of each."""

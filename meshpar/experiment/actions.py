@@ -19,6 +19,9 @@ from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
 from meshpar.checkpoint.lock import hold
 from meshpar.checkpoint.saved import FOLDER, find, steps
+from meshpar.data import Ids
+from meshpar.data.order import Order
+from meshpar.data.rows.config import RowData
 from meshpar.errors import ConfigError, ContractWarning, ProgramError
 from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
@@ -40,21 +43,18 @@ from meshpar.mesh.join import check_joined
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
+from meshpar.records.file import FILE
+from meshpar.records.metrics import recorder
 from meshpar.regular import remote
 from meshpar.sharding.resolve import AnyMesh
+from meshpar.train import announce
 from meshpar.train.begin import Beginning
 from meshpar.train.copies.copies import Copies, opened
-from meshpar.train.data import Ids
-from meshpar.train.data.order import Order
 from meshpar.train.evaluate import LazyEvaluation
 from meshpar.train.loop.events import events_of
 from meshpar.train.loop.loop import Loop, Shown, Steps, result
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loss import Distill
-from meshpar.train.records import announce
-from meshpar.train.records.file import FILE
-from meshpar.train.records.metrics import recorder
-from meshpar.train.rows.config import RowData
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
 

@@ -14,6 +14,8 @@ from meshpar import config
 from meshpar.checkpoint.retention import Retention
 from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
+from meshpar.data import Data as Tokens
+from meshpar.data.images.config import Images
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
@@ -31,15 +33,13 @@ from meshpar.optim.freeze import Freeze
 from meshpar.optim.pruning import Pruning
 from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
+from meshpar.records.loggers import Logger, TensorBoard
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules, Rules
-from meshpar.train.data import Data as Tokens
 from meshpar.train.grpo import GRPO
-from meshpar.train.images.config import Images
 from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.preferences import DPO, ORPO
-from meshpar.train.records.loggers import Logger, TensorBoard
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 
 Model = Annotated[Family | FamilyModel | Import, pydantic.Field(discriminator="kind")]

@@ -22,15 +22,15 @@ from meshpar.interop.training import training
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.join import check_joined
 from meshpar.progress import say
+from meshpar.records.loggers import Logger
+from meshpar.records.metrics import Recorder, recorder
 from meshpar.regular import remote
+from meshpar.train import announce
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.loop.events import events_of
 from meshpar.train.loop.loop import Loop, Shown, Steps, result
 from meshpar.train.loop.signals import Signals
 from meshpar.train.loop.stopping import EarlyStopping
-from meshpar.train.records import announce
-from meshpar.train.records.loggers import Logger
-from meshpar.train.records.metrics import Recorder, recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
 from meshpar.train.training import Training

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshpar.data.rows.dataset import RowDataset, StreamDataset
+from meshpar.data.rows.spec import COUNTED
 from meshpar.errors import DataError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared
 from meshpar.train.evaluate import LazyEvaluation, reads
-from meshpar.train.rows.dataset import RowDataset, StreamDataset
-from meshpar.train.rows.spec import COUNTED
 from meshpar.train.tasks import NamedLoss
 from meshpar.train.tasks.metrics import Measure
 

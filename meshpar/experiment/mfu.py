@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import jax
 
+from meshpar.data import Preferences, Prompts
+from meshpar.data.rows.config import RowData
 from meshpar.errors import MeshparError
 from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.hardware import chip_of
 from meshpar.progress import say
-from meshpar.train.data import Preferences, Prompts
-from meshpar.train.rows.config import RowData
 
 
 def mfu_of(prepared: Prepared) -> Callable[[float], float] | None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from meshpar.data import Prompts
+from meshpar.data.chat.prompts import PromptRows
+from meshpar.data.dataset import Dataset
 from meshpar.errors import ConfigError
 from meshpar.experiment.prepare import Prepared
 from meshpar.interop import user_code
-from meshpar.train.data import Prompts
-from meshpar.train.data.chat.prompts import PromptRows
-from meshpar.train.data.dataset import Dataset
 from meshpar.train.grpo import GRPO
 
 if TYPE_CHECKING:

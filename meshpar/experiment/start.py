@@ -14,6 +14,8 @@ from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.checkpoint.saved import FOLDER, Checkpoint, find, steps
 from meshpar.checkpoint.selection import EVERYTHING
 from meshpar.config import build
+from meshpar.data.fingerprint import changed_files
+from meshpar.data.order import Order, resumed
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.experiment.config import Init, Run
 from meshpar.experiment.prepare import Prepared
@@ -28,8 +30,6 @@ from meshpar.nn.lora import NAME, is_lora
 from meshpar.regular import nearby
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies
-from meshpar.train.data.fingerprint import changed_files
-from meshpar.train.data.order import Order, resumed
 from meshpar.tree import flatten_with_paths
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.data import Preferences, Prompts
+from meshpar.data.rows.config import RowData
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.interop.flax_model import Import
@@ -30,11 +32,9 @@ from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Preferences, Prompts
 from meshpar.train.grpo import GRPO
 from meshpar.train.loss import LossConfig
 from meshpar.train.preferences import OfAnswers, Preference
-from meshpar.train.rows.config import RowData
 from meshpar.train.tasks import Contrastive, NamedLoss
 from meshpar.tree import flatten_with_paths
 

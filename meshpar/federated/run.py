@@ -12,7 +12,7 @@ import numpy as np
 from meshpar.config import load as load_config
 from meshpar.federated.config import Federated
 from meshpar.federated.federation import Federation, Played, federation
-from meshpar.train.records.metrics import Recorder, recorder
+from meshpar.records.metrics import Recorder, recorder
 from meshpar.tree import flatten_with_paths
 
 PARAMS = "params.npz"

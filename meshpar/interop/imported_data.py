@@ -9,11 +9,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from meshpar.config import Target
+from meshpar.data.rows.config import RowData
+from meshpar.data.rows.dataset import Transform
+from meshpar.data.rows.source import Source, as_source
 from meshpar.errors import DataError
 from meshpar.interop import user_code
-from meshpar.train.rows.config import RowData
-from meshpar.train.rows.dataset import Transform
-from meshpar.train.rows.source import Source, as_source
 
 
 class ImportedData(RowData):

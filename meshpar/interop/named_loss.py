@@ -11,9 +11,9 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
+from meshpar.data.rows.spec import COUNTED
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.train.loss import Batch, LossSums
-from meshpar.train.rows.spec import COUNTED
 from meshpar.train.tasks import NamedLoss
 
 Spec = TypeVar("Spec")

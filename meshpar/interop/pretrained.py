@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from meshpar.checkpoint.saved import find
+from meshpar.data.tokenizer import Bytes, Tokenizer
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import Pretrained
@@ -19,7 +20,6 @@ from meshpar.interop.peft import files_of
 from meshpar.interop.peft_params import AdapterParams
 from meshpar.nn.lora import is_lora
 from meshpar.nn.quantized_kernel import STORED, QuantizedKernel
-from meshpar.train.data.tokenizer import Bytes, Tokenizer
 from meshpar.train.program import shardings
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from meshpar.config import Config
+from meshpar.data.packing import ARRAYS
 from meshpar.errors import Problems
 from meshpar.models.foreign import Architecture
 from meshpar.models.reference import Scale
@@ -24,7 +25,6 @@ from meshpar.parallel.outputs import Outputs
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.data.packing import ARRAYS
 from meshpar.train.loss import Distill, Loss, LossConfig
 from meshpar.train.preferences import OfAnswers
 from meshpar.train.step import StateParams

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshpar.config import to_yaml
+from meshpar.data.rows.config import RowData
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, as_run
 from meshpar.mesh import targets
@@ -25,7 +26,6 @@ from meshpar.planning.machine import Machine, StatedMachine
 from meshpar.planning.mixed import MixedMachine
 from meshpar.planning.search import Candidate, Found, pareto, search
 from meshpar.planning.worth import Price, costs, sensitivity, uncertainty
-from meshpar.train.rows.config import RowData
 from meshpar.tree import human_bytes, human_time, parse_bytes
 
 COMPILED = 5

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
+from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 from meshpar.serve.scores import Score
-from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 Finish = Literal["stop", "end", "length"]
 """Why an answer ended: at a stop string, at an end id, or at `max_tokens`."""
@@ -31,7 +31,7 @@ class Answer:
     `scores` are those of its tokens, `prompt_scores` those of the prompt's after the first; empty if nobody asked.
 
     Examples:
-      >>> from meshpar.train.data.tokenizer import Bytes
+      >>> from meshpar.data.tokenizer import Bytes
       >>> answer = Answer(Bytes(), stop=["END"], max_tokens=99)
       >>> [answer.add(token) for token in "né. EN END".encode()]
       ['n', '', 'é', '.', ' ', '', '', 'EN ', '', '', '']

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.data.tokenizer import Ids
 from meshpar.serve.answer import Answer
 from meshpar.serve.decoding import Decoding
 from meshpar.serve.engine import Engine
@@ -24,7 +25,6 @@ from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Observer, Service
 from meshpar.serve.source import Source
-from meshpar.train.data.tokenizer import Ids
 
 
 @dataclass(frozen=True)

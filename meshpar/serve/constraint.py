@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 from meshpar.errors import ConfigError, excerpt
 from meshpar.serve.sampling import num_words
-from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 
 def written_closely(schema: Mapping[str, Any]) -> dict[str, Any]:

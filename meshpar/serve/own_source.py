@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.data.tokenizer import Ids, Tokenizer
 from meshpar.errors import ConfigError, Problems
 from meshpar.interop.causal import Causal, Decoding, causal, linen_dims
 from meshpar.interop.declared import unboxed
@@ -27,7 +28,6 @@ from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Capacity, Request, Scheduler
 from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data.tokenizer import Ids, Tokenizer
 
 REPLICATED = AxisRules(preset="replicated")
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.data.chat.prompts import LINES
 from meshpar.errors import DataError, RunError, excerpt
 from meshpar.nn.compressed import dequantized
 from meshpar.nn.lora import LoRA
@@ -20,7 +21,6 @@ from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Capacity, Request, Scheduler
-from meshpar.train.data.chat.prompts import LINES
 from meshpar.train.grpo import ADVANTAGES, GRPO, LOG_PROBS, REWARDS, advantages_of
 from meshpar.train.program import shardings, structs
 from meshpar.tree import flatten_with_paths, map_with_path

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import RunError
 from meshpar.serve.answer import Answer, Finish
 from meshpar.serve.generator import Piece
 from meshpar.serve.scheduler import Capacity, Computed, Plan, Request, Scheduler
-from meshpar.train.data.tokenizer import Tokenizer
 
 
 class Computes(Protocol):

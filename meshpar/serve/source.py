@@ -14,6 +14,10 @@ from meshpar import config
 from meshpar.checkpoint.saved import META, find, find_all
 from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.convert import TOKENIZER, restore_params, run_of
+from meshpar.data import Chat, NoData, Synthetic
+from meshpar.data.fingerprint import checksum
+from meshpar.data.special_tokens import FILES, end_ids
+from meshpar.data.tokenizer import Ids, Tokenizer, TokenizerFile
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run, load, permit_code
 from meshpar.interop.flax_model import Import
@@ -27,10 +31,6 @@ from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.own_source import CausalModel
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train.data import Chat, NoData, Synthetic
-from meshpar.train.data.fingerprint import checksum
-from meshpar.train.data.special_tokens import FILES, end_ids
-from meshpar.train.data.tokenizer import Ids, Tokenizer, TokenizerFile
 from meshpar.tree import flatten_with_paths, map_with_path
 
 

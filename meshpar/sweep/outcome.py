@@ -12,8 +12,8 @@ from typing import Any, Literal
 from meshpar.errors import ConfigError, suggestion
 from meshpar.experiment.config import Run
 from meshpar.inspection.report.table import table
+from meshpar.records.file import FILE, read
 from meshpar.sweep.grid import Point, text
-from meshpar.train.records.file import FILE, read
 
 HIGHEST = ("accuracy", "top_", "f1", "auc", "r2", "recall_at_")
 LOWEST = ("loss", "perplexity", "mse", "rmse", "mae")

@@ -20,11 +20,11 @@ from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from meshpar.mesh import driver
 from meshpar.progress import busy, say
+from meshpar.records.file import FILE
 from meshpar.sweep import plot, recorded
 from meshpar.sweep.grid import Point, read
 from meshpar.sweep.outcome import Outcome, Swept, direction, ended, failed
 from meshpar.train.loop.signals import Interrupted
-from meshpar.train.records.file import FILE
 
 OUTPUT, RESULT, PICTURE = "output.log", "sweep.json", "sweep.png"
 POLL_S = 0.1

@@ -1,1 +1,1 @@
-"""A training: state, gradients, the step, its loop, rows of data and records."""
+"""A training: state, gradients, the step and its loop."""

@@ -17,10 +17,10 @@ from meshpar.checkpoint.lock import is_held
 from meshpar.checkpoint.saved import FOLDER, steps
 from meshpar.mesh import cursor
 from meshpar.mesh.cursor import CURSORS, Position
-from meshpar.train.records.file import FILE, read
-from meshpar.train.records.goodput import goodput, restarts
-from meshpar.train.records.loggers import Record
-from meshpar.train.records.terminal import FORMATS
+from meshpar.records.file import FILE, read
+from meshpar.records.goodput import goodput, restarts
+from meshpar.records.loggers import Record
+from meshpar.records.terminal import FORMATS
 
 LOOKS = 20
 """The number of last looks among which a straggler is searched."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from meshpar.data import Ids, Preferences, Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models.reference import Scale, least_factor
 from meshpar.parallel.pipeline.schedule import ScheduleFile
-from meshpar.train.data import Ids, Preferences, Synthetic
 
 MOST_DEVICES = 8
 

@@ -49,7 +49,7 @@ def test_what_is_said_escapes_control_characters(capsys):
 
 
 def test_a_record_is_one_line_without_markup_and_escapes(capsys, monkeypatch):
-    from meshpar.train.records import terminal
+    from meshpar.records import terminal
 
     record = {"kind": "evaluation", "step": 2, "loss": 1.0, "[red]mine\x1b[2J": 3.0}
     with terminal.shown(5) as show:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.train.data import Jsonl
-from meshpar.train.data.shards.build import build
+from meshpar.data import Jsonl
+from meshpar.data.shards.build import build
 from tests.chats import UNMARKED, conversations, write_lines
 from tests.chats import write_tokenizer as write_chat_tokenizer
 from tests.pictures import pictures, write_folders

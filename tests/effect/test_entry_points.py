@@ -35,12 +35,12 @@ from meshpar.config import to_yaml
 from meshpar.experiment.arrays import Batches
 from meshpar.experiment.config import Run, load
 from meshpar.interop.peft_params import AdapterParams, LayerUpdate
+from meshpar.records.loggers import TensorBoard
 from meshpar.serve.generator import Piece
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.side_adapters import OpenedAdapters
 from meshpar.serve.source import Source
-from meshpar.train.records.loggers import TensorBoard
 from meshpar.tree import flatten_with_paths
 from tests.effect import fingerprint
 from tests.effect.files import write_llama, written

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
@@ -22,7 +23,6 @@ from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.verification.trial import QUICK
 from tests.comparison import largest_difference
 from tests.layouts import LAYOUTS

@@ -11,6 +11,7 @@ import pytest
 
 from meshpar.collectives.reduction import Reduce
 from meshpar.collectives.swap import pairings
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
@@ -23,7 +24,6 @@ from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import ContextParallel, Parallel
 from meshpar.sharding.rules import AxisRules
 from meshpar.train import batches
-from meshpar.train.data import Synthetic
 from meshpar.train.program import on_shards
 from meshpar.verification.verify import verify
 from tests.comparison import largest_difference

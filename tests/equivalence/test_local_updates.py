@@ -14,6 +14,7 @@ import pytest
 
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import find
+from meshpar.data import Synthetic
 from meshpar.errors import CheckpointError
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
@@ -24,7 +25,6 @@ from meshpar.optim.base import Descent
 from meshpar.parallel.rounds import Rounds
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.begin import Beginning
-from meshpar.train.data import Synthetic
 from meshpar.train.error_feedback import SLICES
 from meshpar.train.fragments import Fragment
 from meshpar.train.local_step import LocalStep

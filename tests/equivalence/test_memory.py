@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from meshpar.cost.flat import bodies
+from meshpar.data import Synthetic
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Offload, Precision, Run
 from meshpar.models import GPT
 from meshpar.nn.remat import Remat
 from meshpar.optim import AdamW
 from meshpar.parallel import data
-from meshpar.train.data import Synthetic
 from meshpar.tree import flatten_with_paths
 from tests.comparison import largest_difference
 from tests.equivalence.conftest import on_one_device, outcome, prepared

@@ -18,6 +18,8 @@ import pytest
 
 from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import Checkpoint
+from meshpar.data import Synthetic
+from meshpar.data.dataset import Dataset
 from meshpar.experiment import prepare as prepared
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Precision, Run
@@ -28,7 +30,6 @@ from meshpar.nn.experts import Balance, Experts
 from meshpar.optim import AdamW
 from meshpar.optim.pruning import Magnitude, NOfM, Prune
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Dataset, Synthetic
 from meshpar.tree import flatten_with_paths, map_with_path
 from tests.layouts import LAYOUTS
 

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import AxisRules, MeshLayout, inspect, training
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.models import Llama
 from meshpar.optim import SGD
-from meshpar.train.data import Synthetic
 from meshpar.train.program import shardings
 from meshpar.train.state import TrainState
 from meshpar.train.step import with_rows

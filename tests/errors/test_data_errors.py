@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from meshpar.data import Arrow, Data, Jsonl, Numpy, Parquet, Synthetic, Text
 from meshpar.errors import DataError
-from meshpar.train.data import Arrow, Data, Jsonl, Numpy, Parquet, Synthetic, Text
 from tests.command import Said
 from tests.sources import write_tokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshpar.data import Synthetic
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
@@ -11,7 +12,6 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.optim import AdamW
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 
 RING = {"overlap": "ring"}
 BOTH = {"parallel": {"tensor": RING, "fsdp": RING}}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import typer
 
-from meshpar.train.records.file import read
+from meshpar.records.file import read
 from tests.command import Said
 
 CONFIG = """\

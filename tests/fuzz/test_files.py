@@ -21,6 +21,9 @@ import pytest
 from meshpar.checkpoint import checksums
 from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
 from meshpar.checkpoint.saved import META, Checkpoint, find
+from meshpar.data import Arrow, Jsonl, Numpy, Parquet, TokenizerFile
+from meshpar.data.chat.template import ChatTemplate
+from meshpar.data.special_tokens import SamplingDefaults
 from meshpar.errors import MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.start import order_of
@@ -28,9 +31,6 @@ from meshpar.interop.huggingface import open_pretrained
 from meshpar.serve.http.bodies import CompletionBody, parse
 from meshpar.serve.http.chat_bodies import ChatBody
 from meshpar.serve.http.errors import ApiError
-from meshpar.train.data import Arrow, Jsonl, Numpy, Parquet, TokenizerFile
-from meshpar.train.data.chat.template import ChatTemplate
-from meshpar.train.data.special_tokens import SamplingDefaults
 from tests.config.keys import PLAIN
 from tests.damage import at_most
 from tests.effect.files import write_llama

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from meshpar.config import Config
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import huggingface
@@ -18,7 +19,6 @@ from meshpar.interop.pretrained import PretrainedBeginning
 from meshpar.interop.safetensors import Tensor
 from meshpar.models import Llama
 from meshpar.optim import SGD
-from meshpar.train.data import Synthetic
 
 SIZES = {"num_layers": 12, "hidden_size": 512, "num_heads": 8, "intermediate_size": 2048, "vocab_size": 24576}
 

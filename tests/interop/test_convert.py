@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from meshpar import convert
+from meshpar.data import Synthetic
 from meshpar.errors import Problems
 from meshpar.experiment.actions import fit
 from meshpar.experiment.config import Init, Run, load
@@ -20,7 +21,6 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
 from meshpar.optim import AdamW
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.tree import flatten_with_paths
 from tests.interop.pretrained import VOCAB, logits, saved
 from tests.interop.test_huggingface import TOKENS, _same_bits, our_logits, params

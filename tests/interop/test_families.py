@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 import config_classes
 from meshpar import AxisRules, MeshLayout, convert
+from meshpar.data import Synthetic
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
@@ -30,7 +31,6 @@ from meshpar.models.families import FAMILIES, REFUSED
 from meshpar.models.families.decoder import FamilyDecoder
 from meshpar.models.families.options import DecoderOptions
 from meshpar.optim import SGD
-from meshpar.train.data import Synthetic
 from meshpar.verification.trial import Trial
 from tests.interop.families import BASE, CASES, OWN, PUBLISHED
 from tests.interop.pretrained import loaded, logits, saved_with

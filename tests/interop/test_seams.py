@@ -23,14 +23,14 @@ from safetensors.numpy import load_file
 from meshpar import generate
 from meshpar.checkpoint.saved import find, steps
 from meshpar.convert import on_one_device, restore_params, trained
+from meshpar.data.chat.template import read_template
+from meshpar.data.tokenizer import Bytes, TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
 from meshpar.interop.pretrained import check_ids
 from meshpar.serve.http.chat import encode_chat
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import Source, open_source
-from meshpar.train.data.chat.template import read_template
-from meshpar.train.data.tokenizer import Bytes, TokenizerFile
 from meshpar.tree import flatten_with_paths
 from tests.interop.pretrained import SIZES, loaded, logits, saved_with
 from tests.serve.client import serving

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.saved import Checkpoint
 from meshpar.convert import on_one_device, trained
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
@@ -31,7 +32,6 @@ from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request
 from meshpar.serve.source import Source, open_source
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.train.loss import Distill
 from meshpar.train.program import structs
 from meshpar.train.state import TrainState

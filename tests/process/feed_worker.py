@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pydantic import TypeAdapter
 
-from meshpar.train.data import Data, Dataset
-from meshpar.train.data.packing import ARRAYS
+from meshpar.data import Data
+from meshpar.data.dataset import Dataset
+from meshpar.data.packing import ARRAYS
 from meshpar.train.loop.feed import local_rows, put
 
 LAYOUTS = {"rows": PartitionSpec(("a", "b")), "rows and columns": PartitionSpec("b", "a"), "whole": PartitionSpec()}

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshpar.train.data.corpus import Batching
-from meshpar.train.data.dataset import Dataset
-from meshpar.train.data.packing import ARRAYS
+from meshpar.data.corpus import Batching
+from meshpar.data.dataset import Dataset
+from meshpar.data.packing import ARRAYS
 from meshpar.train.loop.feed import local_rows, put
 from tests.process.feed_worker import LAYOUTS, NUM_STEPS
 from tests.sources import BATCHES, mixture, write_sources

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.inspect import inspect
@@ -26,7 +27,6 @@ from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.parallel import linear
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.train.step import Step
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.trial import QUICK

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from meshpar.data import Synthetic
 from meshpar.errors import ContractWarning
 from meshpar.experiment.config import Run, load
 from meshpar.experiment.prepare import Prepared, prepare
@@ -24,7 +25,6 @@ from meshpar.inspection.program.compiling import compiling
 from meshpar.mesh.layout import MeshLayout
 from meshpar.optim import Adafactor, AdamW
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.train.program import compile_program, trace
 from meshpar.train.step import compile_step
 from tests.program.test_bytes import MODEL, ROWS, SEQ, prepared

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar.cost.flops import needed_flops, traced_products
+from meshpar.data import Synthetic
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.inspection.inspect import inspect
@@ -19,7 +20,6 @@ from meshpar.nn.attention.context_parallel import across_shards
 from meshpar.optim import AdamW
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.train.program import on_shards
 
 MODEL = Llama(

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from meshpar.data import Synthetic
+from meshpar.data.tokenizer import Ids, Tokenizer
 from meshpar.experiment.config import Run
 from meshpar.models import Llama
 from meshpar.optim import AdamW
 from meshpar.serve.engine import Engine
 from meshpar.serve.http.app import Endpoints, endpoints_of
 from meshpar.serve.source import Language, Source
-from meshpar.train.data import Synthetic
-from meshpar.train.data.tokenizer import Ids, Tokenizer
 from tests.serving import SIZES
 
 IDS = Ids(vocab_size=30, bos=29)

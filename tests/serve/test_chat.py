@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from meshpar.data.chat import sandbox
+from meshpar.data.chat.template import ChatTemplate, read_template
+from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError, DataError
 from meshpar.serve.http.chat import encode_chat
-from meshpar.train.data.chat import sandbox
-from meshpar.train.data.chat.template import ChatTemplate, read_template
-from meshpar.train.data.tokenizer import TokenizerFile
 from tests.damage import at_most
 
 TEMPLATE = """\

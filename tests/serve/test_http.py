@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from meshpar.data.special_tokens import SamplingDefaults, sampling_defaults
 from meshpar.errors import DataError
 from meshpar.serve.answer import Answer
 from meshpar.serve.draft_model import DraftModel
@@ -30,7 +31,6 @@ from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Row
 from meshpar.serve.service import Answers
-from meshpar.train.data.special_tokens import SamplingDefaults, sampling_defaults
 from tests.serve import malformed
 from tests.serve.client import IDS, JSON, Client, serving
 from tests.serving import engine, generator, paged, params, placed

@@ -18,6 +18,7 @@ import jsonschema
 import openai
 import pytest
 
+from meshpar.data.chat.template import ChatTemplate
 from meshpar.errors import ConfigError
 from meshpar.serve.answer import Answer
 from meshpar.serve.constraint import Grammars
@@ -28,7 +29,6 @@ from meshpar.serve.http.tools import Form, Hermes, Llama3, Mistral, form_of, rea
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.scheduler import Request
 from meshpar.serve.source import open_source
-from meshpar.train.data.chat.template import ChatTemplate
 from tests.chats import UNMARKED, write_tokenizer
 from tests.interop.pretrained import SIZES, saved_with
 from tests.serve.client import serving

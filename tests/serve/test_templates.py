@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from meshpar.data.chat.template import ChatTemplate
 from meshpar.errors import ConfigError
-from meshpar.train.data.chat.template import ChatTemplate
 from tests.chats import write_tokenizer
 from tests.serve.templates import TEMPLATES
 

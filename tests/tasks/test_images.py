@@ -13,8 +13,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from meshpar import ConfigError, DataError, Images, fit
-from meshpar.train.images import augment
-from meshpar.train.rows.spec import COUNTED
+from meshpar.data.images import augment
+from meshpar.data.rows.spec import COUNTED
 from tests import pictures
 from tests.tasks import runs
 

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshpar.data import Preferences
+from meshpar.data.chat.conversations import read_pair
+from meshpar.data.dataset import Dataset
 from meshpar.errors import ConfigError, DataError, DataWarning
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.experiment.validate import task_of
-from meshpar.train.data import Dataset, Preferences
-from meshpar.train.data.chat.conversations import read_pair
 from tests.chats import CITIES, UNMARKED, write_lines, write_tokenizer
 
 jax.devices()  # eight, before a command asks for them

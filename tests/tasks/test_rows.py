@@ -7,10 +7,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from meshpar.data.rows.dataset import RowDataset, StreamDataset, first_row
+from meshpar.data.rows.source import Indexed, Stream, as_source
+from meshpar.data.rows.spec import COUNTED, RowSpec
 from meshpar.errors import DataError
-from meshpar.train.rows.dataset import RowDataset, StreamDataset, first_row
-from meshpar.train.rows.source import Indexed, Stream, as_source
-from meshpar.train.rows.spec import COUNTED, RowSpec
 from tests.tasks import own
 
 NUM = 30

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshpar.data.tokenizer import Bytes, Ids, TokenizerFile
 from meshpar.serve.answer import Answer
-from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 
 TEXTS = st.one_of(st.binary(max_size=40), st.text("né€😀 \ufffd", max_size=15).map(str.encode))
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.cost.walk import walk
+from meshpar.data import Synthetic
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
@@ -21,7 +22,6 @@ from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, attend,
 from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.setting import Setting
 from meshpar.optim import AdamW
-from meshpar.train.data import Synthetic
 
 BATCH = 1
 SEQ = 256

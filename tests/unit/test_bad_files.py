@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from meshpar.data import Data, Synthetic, Text, TokenizerFile
+from meshpar.data import jsonl as json_lines
 from meshpar.errors import ConfigError, DataError, MeshparError
-from meshpar.train.data import Data, Synthetic, Text, TokenizerFile
-from meshpar.train.data import jsonl as json_lines
 from tests.damage import at_most, damaged
 from tests.sources import write_tokenizer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from meshpar.data import Jsonl, Mixture, Numpy, StandardLibrary, Synthetic, Text
+from meshpar.data import fingerprint as prints
+from meshpar.data.fingerprint import changed_files, changes, fingerprint
 from meshpar.errors import DataError, DataWarning
-from meshpar.train.data import Jsonl, Mixture, Numpy, StandardLibrary, Synthetic, Text
-from meshpar.train.data import fingerprint as prints
-from meshpar.train.data.fingerprint import changed_files, changes, fingerprint
 from tests.sources import write_sources, write_tokenizer
 
 RUN = """\

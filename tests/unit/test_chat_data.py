@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshpar.data import Chat
+from meshpar.data.chat.conversations import read
 from meshpar.errors import ConfigError, DataError, DataWarning
-from meshpar.train.data import Chat
-from meshpar.train.data.chat.conversations import read
 from tests.chats import CHATML, CITIES, UNMARKED, conversations, write_lines, write_tokenizer
 
 LINES = conversations(12)
@@ -213,10 +213,10 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_that_cannot_be_used_is_an_error(template, folder, tmp_path, monkeypatch):
-    from meshpar.train.data.chat import sandbox
+    from meshpar.data.chat import sandbox
 
     monkeypatch.setattr(sandbox, "LONGEST_S", 0.3)
-    monkeypatch.setattr("meshpar.train.data.chat.encoded_lines.MOST_PROBLEMS", 1)
+    monkeypatch.setattr("meshpar.data.chat.encoded_lines.MOST_PROBLEMS", 1)
     model = write_tokenizer(tmp_path / "model", template)
     with pytest.raises(DataError, match=TEMPLATES[template]):
         chat(folder).model_copy(update={"tokenizer": chat(tmp_path, "model").tokenizer}).datasets(0)

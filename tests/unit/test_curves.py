@@ -10,7 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from meshpar.train.records.curves import draw
+from meshpar.records.curves import draw
 
 
 def write(run_dir: Path, *records: dict) -> Path:

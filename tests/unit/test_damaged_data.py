@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshpar.data import Arrow, Jsonl, Numpy, Parquet
+from meshpar.data import cache as token_cache
+from meshpar.data.corpus import Corpus
+from meshpar.data.tokenizer import Ids
 from meshpar.errors import DataError, DataWarning
-from meshpar.train.data import Arrow, Jsonl, Numpy, Parquet
-from meshpar.train.data import cache as token_cache
-from meshpar.train.data.corpus import Corpus
-from meshpar.train.data.tokenizer import Ids
 from tests.damage import damaged, outcomes
 from tests.sources import texts
 

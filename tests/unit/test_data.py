@@ -16,10 +16,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from meshpar.train.data import Data, Dataset, StandardLibrary, Synthetic, Text
-from meshpar.train.data.documents import Documents, share
-from meshpar.train.data.file_ranges import FileRange
-from meshpar.train.data.packing import Batch, PackedRows
+from meshpar.data import Data, StandardLibrary, Synthetic, Text
+from meshpar.data.dataset import Dataset
+from meshpar.data.documents import Documents, share
+from meshpar.data.file_ranges import FileRange
+from meshpar.data.packing import Batch, PackedRows
 
 BOS = 256
 CORPORA = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=8)
@@ -316,5 +317,5 @@ def test_a_source_is_chosen_by_its_kind():
 
 
 def test_a_source_is_checked_without_importing_its_reader():
-    code = "import sys, meshpar.train.data; sys.exit(bool({'grain', 'pyarrow', 'tokenizers'} & set(sys.modules)))"
+    code = "import sys, meshpar.data; sys.exit(bool({'grain', 'pyarrow', 'tokenizers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

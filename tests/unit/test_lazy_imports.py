@@ -86,7 +86,7 @@ def test_tensorboard_leaves_torch_importable():
 
 GRAIN = """
 import sys
-from meshpar.train.data import grain_alone
+from meshpar.data import grain_alone
 
 assert list(grain_alone.load().MapDataset.range(2)) == [0, 1]
 assert "orbax.checkpoint" not in sys.modules
@@ -120,7 +120,7 @@ def test_grain_is_imported_without_orbax_whose_handler_other_programs_can_use(us
 
 
 def test_grain_has_the_handler_at_once_where_orbax_is_imported():
-    code = "import orbax.checkpoint\nfrom meshpar.train.data import grain_alone\ngrain_alone.load()\n"
+    code = "import orbax.checkpoint\nfrom meshpar.data import grain_alone\ngrain_alone.load()\n"
     code += "from grain import checkpoint; assert 'CheckpointSave' in vars(checkpoint)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

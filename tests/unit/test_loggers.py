@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshpar.errors import ConfigError
-from meshpar.train.records.loggers import MLflow, WandB
-from meshpar.train.records.metrics import recorder
+from meshpar.records.loggers import MLflow, WandB
+from meshpar.records.metrics import recorder
 from tests.waiting import wait_for
 
 

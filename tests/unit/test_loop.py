@@ -19,13 +19,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshpar.checkpoint.checkpoints import checkpoints
 from meshpar.checkpoint.retention import Retention
 from meshpar.errors import RunError
+from meshpar.records.file import read
+from meshpar.records.loggers import Record
+from meshpar.records.metrics import recorder
 from meshpar.train import step as step_module
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.stopwatch import Stopwatch
 from meshpar.train.program import compile_program, trace
-from meshpar.train.records.file import read
-from meshpar.train.records.loggers import Record
-from meshpar.train.records.metrics import recorder
 from meshpar.train.state import TrainState
 from meshpar.train.step import IN_FLIGHT, Step
 from tests.damage import with_flipped_bit

@@ -15,8 +15,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from meshpar.errors import CheckpointError, RunError
-from meshpar.train.records.file import FILE, append, read
-from meshpar.train.records.metrics import recorder, summary
+from meshpar.records.file import FILE, append, read
+from meshpar.records.metrics import recorder, summary
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

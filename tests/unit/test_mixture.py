@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from meshpar.config import to_yaml
+from meshpar.data import Data, Mixture, MixtureComponent, Synthetic
+from meshpar.data.dataset import Dataset
+from meshpar.data.documents import Documents
+from meshpar.data.packing import PackedRows
+from meshpar.data.round_robin import WeightedRoundRobin, whole_weights
+from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
-from meshpar.train.data import Data, Mixture, MixtureComponent, Synthetic
-from meshpar.train.data.dataset import Dataset
-from meshpar.train.data.documents import Documents
-from meshpar.train.data.packing import PackedRows
-from meshpar.train.data.round_robin import WeightedRoundRobin, whole_weights
-from meshpar.train.data.tokenizer import TokenizerFile
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7).map(tuple)
 

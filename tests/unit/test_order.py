@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from meshpar.checkpoint.checkpoints import CheckpointMetadata
+from meshpar.data import Mixture, Numpy
+from meshpar.data.order import Order, resumed
+from meshpar.data.weights import LinearWeights, Phase, PiecewiseWeights
 from meshpar.errors import DataError, DataWarning
-from meshpar.train.data import Mixture, Numpy
-from meshpar.train.data.order import Order, resumed
-from meshpar.train.data.weights import LinearWeights, Phase, PiecewiseWeights
 from meshpar.train.loop import loop
 from meshpar.train.loop.loop import Loop
 

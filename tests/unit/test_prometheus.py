@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from meshpar.errors import ConfigError
 from meshpar.launch.workers import free_port
 from meshpar.loggers import Prometheus
-from meshpar.train.records.loggers import Record
-from meshpar.train.records.metrics import recorder
+from meshpar.records.loggers import Record
+from meshpar.records.metrics import recorder
 from tests.waiting import wait_for
 
 

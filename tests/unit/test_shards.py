@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshpar.data import Arrow, Jsonl, Parquet, Shards, Text
+from meshpar.data.corpus import TextCorpus
+from meshpar.data.dataset import Dataset
+from meshpar.data.documents import Documents
+from meshpar.data.shards import stored
+from meshpar.data.shards.build import build
+from meshpar.data.shards.manifest import HELD_OUT, MANIFEST, PLAN, TRAIN
+from meshpar.data.shards.stored import SideWriter, StoredDocuments
+from meshpar.data.tokenizer import Ids
 from meshpar.errors import DataError, DataWarning
-from meshpar.train.data import Arrow, Jsonl, Parquet, Shards, Text
-from meshpar.train.data.corpus import TextCorpus
-from meshpar.train.data.dataset import Dataset
-from meshpar.train.data.documents import Documents
-from meshpar.train.data.shards import stored
-from meshpar.train.data.shards.build import build
-from meshpar.train.data.shards.manifest import HELD_OUT, MANIFEST, PLAN, TRAIN
-from meshpar.train.data.shards.stored import SideWriter, StoredDocuments
-from meshpar.train.data.tokenizer import Ids
 from tests.sources import BATCHES, texts, write_sources, write_tokenizer
 from tests.waiting import is_alive, wait_for
 
@@ -146,8 +146,8 @@ def test_a_document_longer_than_a_shard_is_in_the_shard_in_which_it_begins(tmp_p
 BUILD = """
 import sys, time
 from pathlib import Path
-from meshpar.train.data import Jsonl
-from meshpar.train.data.shards import build as module
+from meshpar.data import Jsonl
+from meshpar.data.shards import build as module
 
 def slowly(line):
     print(line, flush=True)

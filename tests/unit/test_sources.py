@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshpar.data import ArrayRecord, Arrow, Jsonl, Numpy, WebDataset
+from meshpar.data.corpus import Batching, Corpus
+from meshpar.data.dataset import Dataset
+from meshpar.data.documents import Documents
+from meshpar.data.encode import Content, encode
+from meshpar.data.tokenizer import Ids, TokenizerFile
 from meshpar.errors import DataError
-from meshpar.train.data import ArrayRecord, Arrow, Jsonl, Numpy, WebDataset
-from meshpar.train.data.corpus import Batching, Corpus
-from meshpar.train.data.dataset import Dataset
-from meshpar.train.data.documents import Documents
-from meshpar.train.data.encode import Content, encode
-from meshpar.train.data.tokenizer import Ids, TokenizerFile
 from tests.sources import BATCHES, mixture, texts, write_records, write_sources, write_tars, write_tokenizer
 
 SAME = ["text", "jsonl", "parquet", "parquet of ids", "arrow", "arrow of ids", "arrow stream of ids", "npy", "npz"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshpar.data import Synthetic
 from meshpar.errors import RunError
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
@@ -18,7 +19,6 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.optim import SGD, Adafactor, AdamW, Lion, Muon
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.data import Synthetic
 from meshpar.train.step import with_rows
 from meshpar.tree import flatten_with_paths
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshpar.data.tokenizer import Bytes, Ids, TokenizerFile
 from meshpar.errors import DataError
-from meshpar.train.data.tokenizer import Bytes, Ids, TokenizerFile
 from tests.sources import write_tokenizer
 
 

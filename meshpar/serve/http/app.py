@@ -17,6 +17,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from meshpar.data.chat.template import ChatTemplate, read_template
+from meshpar.data.special_tokens import NEUTRAL, SamplingDefaults, sampling_defaults
+from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.serve.constraint import Grammar, Grammars
 from meshpar.serve.engine import Engine
@@ -33,9 +36,6 @@ from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Service
 from meshpar.serve.source import Source
-from meshpar.train.data.chat.template import ChatTemplate, read_template
-from meshpar.train.data.special_tokens import NEUTRAL, SamplingDefaults, sampling_defaults
-from meshpar.train.data.tokenizer import TokenizerFile
 
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 """Path -> the file of the page in the folder `page`."""

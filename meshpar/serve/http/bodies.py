@@ -10,13 +10,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from meshpar.data.special_tokens import SamplingDefaults
 from meshpar.errors import nearest
 from meshpar.serve.adjust import MOST_BIASED, Adjustment
 from meshpar.serve.constraint import Grammar, Grammars
 from meshpar.serve.http.errors import ApiError
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scores import MOST_RANKED
-from meshpar.train.data.special_tokens import SamplingDefaults
 
 LONGEST_GRAMMAR = 100_000
 """The most characters of a grammar or a regular expression."""

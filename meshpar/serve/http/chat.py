@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshpar.data.chat.conversations import forged, with_parsed_arguments
+from meshpar.data.chat.template import ChatTemplate
+from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
-from meshpar.train.data.chat.conversations import forged, with_parsed_arguments
-from meshpar.train.data.chat.template import ChatTemplate
-from meshpar.train.data.tokenizer import TokenizerFile
 
 
 def encode_chat(

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 from meshpar.serve.answer import Answer
 from meshpar.serve.scores import Score
-from meshpar.train.data.tokenizer import Tokenizer, TokenizerFile
 
 
 class Text(NamedTuple):

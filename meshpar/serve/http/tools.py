@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from meshpar.data.chat.template import ChatTemplate
 from meshpar.serve.answer import overlap
 from meshpar.serve.constraint import written_closely
-from meshpar.train.data.chat.template import ChatTemplate
 
 
 @dataclass(frozen=True)

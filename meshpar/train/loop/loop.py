@@ -19,6 +19,10 @@ from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import DataError, MeshparError, RunError
 from meshpar.mesh.cursor import Cursor
 from meshpar.optim.ema import averaged
+from meshpar.records.file import evaluations
+from meshpar.records.loggers import Record
+from meshpar.records.metrics import Recorder
+from meshpar.records.writing import writing
 from meshpar.train.copies.copies import Copies
 from meshpar.train.evaluate import Evaluation, called
 from meshpar.train.loop.events import Events, StepMetrics, events_of
@@ -30,10 +34,6 @@ from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.loop.stopwatch import Stopwatch
 from meshpar.train.loop.window import Window
 from meshpar.train.program import counts
-from meshpar.train.records.file import evaluations
-from meshpar.train.records.loggers import Record
-from meshpar.train.records.metrics import Recorder
-from meshpar.train.records.writing import writing
 from meshpar.train.replicas import differences
 from meshpar.train.state import TrainState
 from meshpar.train.step import Metrics, Step

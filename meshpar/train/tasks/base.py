@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.config import Config
+from meshpar.data.rows.spec import COUNTED
 from meshpar.errors import ConfigError
 from meshpar.train.loss import Batch, LossSums
-from meshpar.train.rows.spec import COUNTED
 from meshpar.tree import flatten_with_paths
 
 RowMetric = Callable[[Mapping[str, np.ndarray]], float]

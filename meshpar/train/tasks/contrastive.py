@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from pydantic import Field, field_validator
 
 from meshpar.config import Strings, default
+from meshpar.data.rows.spec import COUNTED
 from meshpar.errors import ConfigError
 from meshpar.parallel.precision import wide
 from meshpar.train.loss import Batch, LossSums
-from meshpar.train.rows.spec import COUNTED
 from meshpar.train.tasks.base import NamedLoss, RowMetric, counted_sum, number_of_rows
 from meshpar.train.tasks.metrics import recall
 

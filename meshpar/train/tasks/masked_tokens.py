@@ -11,10 +11,10 @@ import optax
 from pydantic import Field
 
 from meshpar.config import Count
+from meshpar.data.rows.spec import COUNTED
 from meshpar.errors import ConfigError
 from meshpar.parallel.precision import wide
 from meshpar.train.loss import Batch, LossSums
-from meshpar.train.rows.spec import COUNTED
 from meshpar.train.tasks.base import NamedLoss, label_of, only_array
 
 EVALUATION_SEED = 0

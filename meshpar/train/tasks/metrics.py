@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.train.rows.spec import COUNTED
+from meshpar.data.rows.spec import COUNTED
 
 Results = Mapping[str, np.ndarray]
 

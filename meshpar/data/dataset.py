@@ -1,0 +1,174 @@
+"""Batches by index: batch i is a function of the config, the seed, i and the rows that were read in other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshpar.data import grain_alone
+from meshpar.data.order import Order
+from meshpar.data.packing import Batch
+from meshpar.data.weights import Phase
+
+
+class Rows(Protocol):
+    """Documents in rows of equal length, which are read on request."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        ...
+
+    @property
+    def num_documents(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all documents, without padding."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: ArrayLike) -> Batch:
+        """See `PackedRows.batch`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The first `num` of some rows; those beyond are padding.
+
+    The numbers of documents and tokens are those of the rows from which they are taken.
+    """
+
+    rows: Rows
+    num: int
+
+    @property
+    def seq_len(self) -> int:
+        return self.rows.seq_len
+
+    @property
+    def num_documents(self) -> int:
+        return self.rows.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
+    def __len__(self) -> int:
+        return min(self.num, len(self.rows))
+
+    def batch(self, rows: ArrayLike) -> Batch:
+        rows = np.asarray(rows, np.int64)
+        return self.rows.batch(np.where(rows < self.num, rows, len(self.rows)))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Batches by index. A run resumes at step k, on any devices and processes, by starting at batch k of its `order`.
+
+    Args:
+      parts: the packed documents of each part of a mixture.
+      batch_size: rows per batch, over all devices.
+      seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
+        anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
+      weights: of the parts, as integers.
+      later: the weights from later steps on.
+      order: which row is read when; a run that resumes with other batches has another one, see `order.resumed`.
+    """
+
+    parts: tuple[Rows, ...]
+    batch_size: int
+    seed: int | None
+    weights: tuple[int, ...] = (1,)
+    order: Order = field(default_factory=Order)
+    later: tuple[Phase, ...] = ()
+
+    @property
+    def num_documents(self) -> int:
+        return sum(part.num_documents for part in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all parts, with one `bos` per document, and without padding."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all parts. An epoch may end in the middle of a batch, where the next epoch begins."""
+        return sum(map(len, self.parts))
+
+    def __len__(self) -> int:
+        """The number of batches; with a seed, more than a run can read."""
+        return -(-self.num_rows // self.batch_size) if self.seed is None else 2**62 // self.batch_size
+
+    def __getitem__(self, index: int) -> Batch:
+        """Batch `index`, see `PackedRows.batch`.
+
+        Raises:
+          IndexError: the index is negative, or at or beyond the length.
+        """
+        return self.rows(index, np.arange(self.batch_size))
+
+    def __iter__(self) -> Generator[Batch, None, None]:
+        return self.batches()
+
+    def rows(self, index: int, rows: ArrayLike) -> Batch:
+        """The given rows int[n] of batch `index`; no other rows are read."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"batch {index} of {len(self)}")
+        part, row = self._places(self.order.first + index * self.batch_size + np.asarray(rows))
+        batch: Batch = {}
+        for p, packed in enumerate(self.parts):
+            mask = part == p
+            for name, array in packed.batch(row[mask]).items():
+                batch.setdefault(name, np.empty((len(row), self.parts[0].seq_len), array.dtype))[mask] = array
+        return batch
+
+    def batches(self, start: int = 0, rows: ArrayLike | None = None) -> Generator[Batch, None, None]:
+        """Iterates over the batches from `start` on; two threads read ahead.
+
+        The threads end when the generator is exhausted, closed or dropped.
+
+        Args:
+          rows: int[n]. The rows of each batch to read; default: all.
+        """
+        grain = grain_alone.load()
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+        indices = grain.MapDataset.range(start, len(self)) if start < len(self) else grain.MapDataset.source([])
+        iterator = iter(indices.map(lambda index: self.rows(index, chosen)).to_iter_dataset(reads))
+        try:
+            yield from iterator
+        finally:
+            iterator.close()
+
+    def in_order(self, order: Order) -> Dataset:
+        """The same rows, each read when the order says."""
+        return replace(self, order=order)
+
+    def _places(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part, and the row within the part, of each index int64[n] into the sequence of all rows."""
+        if self.seed is None:
+            ends = np.cumsum([len(part) for part in self.parts])
+            part = np.searchsorted(ends, at, side="right").clip(max=len(ends) - 1)
+            return part, at - (ends[part] - [len(self.parts[p]) for p in part])
+        part, turn = self.order.turns((Phase(0, self.weights), *self.later), self.batch_size, at)
+        whole, piece = np.divmod(turn, self.order.pieces)
+        rows = np.array([self._orders[p][int(t)] for p, t in zip(part, whole, strict=True)], np.int64)
+        return part, rows * self.order.pieces + piece
+
+    @cached_property
+    def _orders(self) -> list[Any]:
+        """For each part, turn -> row. Grain computes the shuffled order without storing a permutation."""
+        grain = grain_alone.load()
+        # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
+        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
+        ranges = [grain.MapDataset.range(-(-len(part) // self.order.pieces)) for part in self.parts]
+        return [rows.shuffle(seed=int(seed)).repeat() for rows, seed in zip(ranges, seeds, strict=True)]

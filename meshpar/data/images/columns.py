@@ -1,0 +1,108 @@
+"""Pictures in Parquet files: a column of bytes, or of Hugging Face's `{bytes, path}`, and one of labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar.data.arrow import pyarrow
+from meshpar.data.files import cut_off
+from meshpar.data.images.files import integer
+from meshpar.errors import DataError, nearest
+from meshpar.tree import human_bytes
+
+GLOB = "**/*.parquet"
+GROUPS_KEPT = 16
+"""Row groups that each process keeps in memory."""
+LARGEST_GROUP = 2**30
+"""Bytes of a row group."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The pictures of a Parquet file, of which whole row groups are read.
+
+    Args:
+      ends: int64[groups + 1], the row with which each row group begins, and the number of rows.
+      image, label: the names of the columns.
+    """
+
+    path: Path
+    ends: np.ndarray
+    image: str
+    label: str
+
+    @property
+    def length(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def blocks(self) -> np.ndarray:
+        return self.ends
+
+    @property
+    def signature(self) -> bytes:
+        return self.path.name.encode() + self.ends.tobytes()
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        group = int(np.searchsorted(self.ends, row, side="right")) - 1
+        images, labels = _group(self.path, group, self.image, self.label)
+        at = row - int(self.ends[group])
+        found = images[at].as_py()
+        picture = found["bytes"] if isinstance(found, dict) else found
+        if picture is None:
+            raise DataError(f"its {self.image} is null\n    remove the row, or store the bytes of the picture")
+        return picture, integer(labels[at].as_py())
+
+    def where(self, row: int) -> str:
+        return f"{self.path}, row {row}"
+
+
+def open_table(path: Path, image: str, label: str) -> Table:
+    """Reads the end of a Parquet file.
+
+    Raises:
+      ValueError: see `files.opened`.
+    """
+    parquet = pyarrow("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema, about = file.schema_arrow, file.metadata
+            groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    except (ValueError, OSError, pyarrow("pyarrow").ArrowException) as error:
+        raise cut_off(f"is no whole Parquet file ({str(error).splitlines()[0]})") from None
+    _check(schema, {"image_field": image, "label_field": label})
+    largest = max((group.total_byte_size for group in groups), default=0)
+    if largest > LARGEST_GROUP:
+        what = f"a row group has {human_bytes(largest)}, of which each process keeps {GROUPS_KEPT} in memory"
+        raise ValueError(what, "write it with row_group_size=100, as Hugging Face does for pictures")
+    return Table(path, np.cumsum([0, *(group.num_rows for group in groups)]), image, label)
+
+
+def _check(schema: Any, columns: dict[str, str]) -> None:
+    types = pyarrow("pyarrow.types")
+    for key, name in columns.items():
+        if schema.names.count(name) != 1:
+            near = nearest(name, schema.names)
+            fix = f"data.{key}={near}? " if near else ""
+            raise ValueError(f"has no column {name!r}", f"{fix}It has {', '.join(schema.names)}")
+        found = schema.field(name).type
+        if types.is_struct(found) and found.get_field_index("bytes") >= 0:
+            found = found.field("bytes").type
+        of_bytes = types.is_binary(found) or types.is_large_binary(found)
+        if not (of_bytes if key == "image_field" else types.is_integer(found)):
+            wanted = "bytes of pictures" if key == "image_field" else "integers"
+            raise ValueError(
+                f"its column {name!r} is {found}, not {wanted}", f"data.{key} names the column of {wanted}"
+            )
+
+
+@lru_cache(GROUPS_KEPT)
+def _group(path: Path, group: int, image: str, label: str) -> tuple[Any, Any]:
+    with pyarrow("pyarrow.parquet").ParquetFile(path) as file:
+        table = file.read_row_group(group, columns=[image, label], use_threads=False)
+    return table.column(image).combine_chunks(), table.column(label)

@@ -1,0 +1,164 @@
+"""The settings of data that are pictures with a class each."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from meshpar.config import DataPath, Positive, Section, default
+from meshpar.data import array_record
+from meshpar.data import tars as data_tars
+from meshpar.data.images import columns, records, tars
+from meshpar.data.images.augment import Augment, Varied, Whole
+from meshpar.data.images.decode import pillow
+from meshpar.data.images.files import opened
+from meshpar.data.images.folders import class_names, of_folders
+from meshpar.data.images.shards import Shard, Shards
+from meshpar.data.rows.config import RowData
+from meshpar.data.rows.dataset import Transform
+from meshpar.data.rows.source import Indexed, Source
+from meshpar.data.rows.spec import RowSpec
+from meshpar.errors import DataError
+from meshpar.store import local
+
+
+class Images(RowData):
+    """Pictures with a class each: rows of `image`, [height, width, channels], and `label`. Needs the extra `images`.
+
+    >>> Images(path="pictures/train", held_out_path="pictures/val", size=(224, 224)).format
+    'folders'
+    """
+
+    kind: Literal["images"] = "images"
+    path: DataPath
+    """The pictures: a folder, or for `format` other than `folders` a single file; relative to the working directory. Or
+    an address such as `s3://bucket/pictures`."""
+    format: Literal["folders", "parquet", "webdataset", "array_record"] = "folders"
+    """`folders`: a file for each picture, in a folder for each class. `parquet`: a column of bytes and one of labels.
+    `webdataset`: tar files with `0017.jpg` and `0017.cls`. `array_record`: records of `tf.train.Example`."""
+    glob: str | None = None
+    """The pattern of the files below `path`. Default: that of the format, such as `**/*.parquet`."""
+    image_field: str | None = None
+    """The column or the feature of the pictures, or their suffix in tar files. Default: `image`; in tar files that of
+    any picture."""
+    label_field: str | None = None
+    """The column or the feature of the labels, or their suffix in tar files. Default: `label`; in tar files `cls`."""
+    num_classes: Positive | None = None
+    """The number of classes, if labels are read from files; mixing needs it. A label beyond it is an error."""
+    held_out_path: DataPath | None = None
+    """The pictures of evaluations, in the same format; relative to the working directory. Default: `held_out_fraction`
+    of those at `path`."""
+    size: tuple[Positive, Positive]
+    """Height and width of a row's image, to which the pictures are resized."""
+    channels: Literal[1, 3] = 3
+    """3 for red, green and blue; 1 for gray."""
+    dtype: Literal["float32", "uint8"] = "float32"
+    """Of a row's image: `float32` for numbers from 0 to 1; `uint8` for 0 to 255, a fourth of the bytes."""
+    augment: Section[Augment | None] = default(Augment())
+    """How the pictures of the training vary; null for the center of each, as in evaluations."""
+    center: float = Field(default=0.875, gt=0, le=1)
+    """The part of a picture that is evaluated: of the largest centered rectangle of the proportions of `size`, by its
+    edges."""
+    skip_corrupt: bool = False
+    """Whether pictures that cannot be decoded are left out: their rows do not count in losses and metrics. Each process
+    names the first ones that it reads, and counts them."""
+
+    @model_validator(mode="after")
+    def _fits_the_format(self) -> Self:
+        names = ("glob", "image_field", "label_field", "num_classes")
+        if self.format == "folders" and (given := [name for name in names if getattr(self, name) is not None]):
+            raise ValueError(f"{', '.join(given)}: of files with labels, and not of format: folders")
+        mixes = self.augment is not None and self.augment.mixes
+        if mixes and self.format != "folders" and self.num_classes is None:
+            raise ValueError("augment mixes labels, which needs num_classes, the number of classes")
+        return self
+
+    @model_validator(mode="after")
+    def _hold_out_once(self) -> Self:
+        if self.held_out_path is not None and self.held_out_fraction is not None:
+            what = f"held_out_fraction = {self.held_out_fraction}: held_out_path names the rows of evaluations"
+            raise ValueError(f"{what}, so that no fraction is drawn; leave one of them out")
+        return self
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes, by their numbers."""
+        return class_names(local(self.path))
+
+    @cached_property
+    def sources(self) -> tuple[Source, Source | None]:
+        source = self._source(self.path)
+        if self.held_out_path is None:
+            return source, None
+        try:
+            return source, self._source(self.held_out_path)
+        except DataError as error:
+            raise DataError(str(error).replace("data.path = ", "data.held_out_path = ")) from None
+
+    @cached_property
+    def row_spec(self) -> RowSpec:
+        num_classes = self._whole.num_classes
+        label = ((), np.dtype("int32")) if num_classes is None else ((num_classes,), np.dtype("float32"))
+        return RowSpec({"image": ((*self.size, self.channels), np.dtype(self.dtype)), "label": label})
+
+    def row_transform(self, chosen: np.ndarray | None) -> Transform:
+        if self.augment is None:
+            return self.held_out_transform
+        return Varied(self._whole, self.augment, self._shards(self.sources[0]), chosen)
+
+    @property
+    def held_out_transform(self) -> Transform:
+        return self._whole
+
+    @property
+    def label(self) -> str:
+        return f"images {self.path}"
+
+    @property
+    def skips_corrupt(self) -> bool:
+        return self.skip_corrupt
+
+    def fingerprint(self) -> dict[str, str]:
+        """Checksums of the first and last picture, and of names, places and labels of all."""
+        digest = hashlib.sha256()
+        for shard in self._shards(self.sources[0]).shards:
+            digest.update(shard.signature)
+        found = super().fingerprint() | {f"{self.label}, names and places": digest.hexdigest()[:32]}
+        return {name.removeprefix(f"{self.label}, "): value for name, value in found.items()}  # the folder may be moved
+
+    @property
+    def _whole(self) -> Whole:
+        mixes = self.augment is not None and self.augment.mixes
+        return Whole(self.size, self.channels, self.dtype, self.center, self._num_classes if mixes else None)
+
+    @property
+    def _num_classes(self) -> int | None:
+        return len(self.classes) if self.format == "folders" else self.num_classes
+
+    def _source(self, path: str) -> Indexed:
+        pillow()
+        shards = Shards(self._files(local(path)), self._num_classes)
+        return Indexed(path, shards, len(shards), shards.blocks)
+
+    def _files(self, path: Path) -> tuple[Shard, ...]:
+        image, label = self.image_field or "image", self.label_field or "label"
+        match self.format:
+            case "folders":
+                return of_folders(path, self.classes)
+            case "parquet":
+                default, open_file = columns.GLOB, partial(columns.open_table, image=image, label=label)
+            case "webdataset":
+                fields = {"image": self.image_field, "label": self.label_field or "cls"}
+                default, open_file = data_tars.GLOB, partial(tars.open_tar, **fields)
+            case "array_record":
+                default, open_file = array_record.GLOB, partial(records.open_records, image=image, label=label)
+        return opened(path, self.glob or default, default, open_file)
+
+    @staticmethod
+    def _shards(source: Any) -> Shards:
+        return source.items

@@ -1,0 +1,52 @@
+"""Opens the files of pictures: each must be whole, and all that are not are named at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from meshpar.data.documents import HEADING
+from meshpar.data.files import find_or_take
+from meshpar.data.images.shards import Shard
+from meshpar.errors import DataError, Problems
+
+
+def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Shard]) -> tuple[Shard, ...]:
+    """The files at `path` that have pictures.
+
+    Args:
+      default: the glob of their format.
+      open_file: opens one, or raises ValueError(what is wrong), or ValueError(what is wrong, fix).
+
+    Raises:
+      DataError: lists the files that are not whole; or there is no picture.
+    """
+    problems = Problems()
+    found: list[Shard] = []
+    for file in find_or_take(path, glob, default):
+        try:
+            found.append(open_file(file))
+        except ValueError as error:
+            problems.add(str(file), *map(str, error.args))
+    problems.raise_any(DataError, HEADING)
+    some = tuple(shard for shard in found if shard.length)
+    if not some:
+        problems.add(str(path), "has no pictures: its files are empty", "")
+    problems.raise_any(DataError, HEADING)
+    return some
+
+
+def integer(label: object) -> int:
+    """A label of a file.
+
+    Raises:
+      DataError: it is no integer.
+    """
+    try:
+        if isinstance(label, (bytes, str)):
+            return int(label)
+        if isinstance(label, int) and not isinstance(label, bool):
+            return label
+    except ValueError:
+        pass
+    raise DataError(f"its label is {str(label)[:40]!r}, not an integer\n    number the classes from 0 on")

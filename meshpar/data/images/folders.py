@@ -1,0 +1,102 @@
+"""Pictures in folders, one for each class."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshpar.data.documents import HEADING
+from meshpar.data.images.decode import SUFFIXES
+from meshpar.errors import DataError, Problems, suggestion
+from meshpar.regular import nearby, open_regular
+
+
+@dataclass(frozen=True)
+class ClassFolder:
+    """The pictures of a class.
+
+    Args:
+      folder: in which they are, at any depth.
+      files: their paths below the folder, sorted.
+      label: the number of the class.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    label: int
+    blocks: None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.files)
+
+    @property
+    def signature(self) -> bytes:
+        return "\0".join([self.folder.name, *self.files]).encode()
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        path = self.folder / self.files[row]
+        try:
+            with open_regular(path) as file:
+                return file.read(), self.label
+        except OSError as error:
+            raise DataError(f"it cannot be read: {error.strerror}") from None
+
+    def where(self, row: int) -> str:
+        return str(self.folder / self.files[row])
+
+
+def class_names(path: Path) -> list[str]:
+    """The names of the folders in `path`, sorted: class i is the i-th.
+
+    Raises:
+      DataError: there are none.
+    """
+    problems = Problems()
+    found: list[str] = []
+    if not os.path.isdir(path):
+        problems.add(f"data.path = {str(path)!r}", "there is no such folder", nearby(path))
+    else:
+        found = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        if not found:
+            fix = "a folder for each class; or data.format=parquet, webdataset or array_record, for files with labels"
+            problems.add(f"data.path = {str(path)!r}", "contains no folder", fix)
+    problems.raise_any(DataError, HEADING)
+    return found
+
+
+def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
+    """The pictures below `path`.
+
+    Args:
+      classes: the names of the classes, of which other folders may lack some.
+
+    Raises:
+      DataError: a folder is no class, or there is no picture.
+    """
+    problems = Problems()
+    found = []
+    for name in class_names(path):
+        if name not in classes:
+            fix = suggestion(name, classes, f"the classes are {', '.join(classes[:10])}")
+            problems.add(str(path / name), "is no class: the folders of data.path have no such name", fix)
+            continue
+        files = tuple(sorted(_pictures(path / name)))
+        if files:
+            found.append(ClassFolder(path / name, files, classes.index(name)))
+        elif not problems.found:
+            problems.add(
+                str(path / name), f"contains no picture ({', '.join(SUFFIXES)})", "remove the folder, or fill it"
+            )
+    problems.raise_any(DataError, HEADING)
+    return tuple(found)
+
+
+def _pictures(folder: Path) -> list[str]:
+    return [
+        os.path.relpath(os.path.join(below, name), folder)
+        for below, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+    ]

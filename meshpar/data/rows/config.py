@@ -1,0 +1,159 @@
+"""The settings of data in rows of named arrays, whatever they are read from."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from meshpar.config import Config, Count, Positive
+from meshpar.data.rows.dataset import RowDataset, Rows, StreamDataset, Transform, first_row
+from meshpar.data.rows.skipped import Skipped
+from meshpar.data.rows.source import Indexed, Source
+from meshpar.data.rows.spec import RowSpec
+from meshpar.data.tokenizer import Ids
+from meshpar.errors import DataError
+from meshpar.sharding.spec import ArraySpec
+
+HELD_OUT = 0.05
+
+
+class RowData(Config):
+    """Rows of named arrays. The run's seed determines their order."""
+
+    seq_len: ClassVar[int] = 1
+    """A row has no tokens: the planner and the records count rows."""
+    vocab_size: ClassVar[int] = 1
+    documents_in_row: ClassVar[Literal["separate", "joined"]] = "joined"
+    omitted: ClassVar[frozenset[str]] = frozenset()
+    tokenizer: ClassVar[Ids] = Ids(vocab_size=1, bos=0)
+
+    batch_size: Positive = 16
+    """Rows per batch, over all devices."""
+    held_out_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """About this fraction of the rows is drawn and held out for evaluation, the same in each run. Default: 0.05, unless
+    the evaluation has rows of its own."""
+    held_out_rows: Positive | None = None
+    """At most this many of the held-out rows are evaluated, the first ones. Default: all."""
+    dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Array -> a name for each of its dims in a row, `{image: [height, width, channels]}`, by which rules shard it.
+    Default: only the rows are sharded."""
+    workers: Count = 0
+    """Processes that read rows ahead. Default: two threads of each process of the run."""
+    if_changed: Literal["refuse", "allow"] = "refuse"
+    """Whether a run may resume from a checkpoint if the rows have changed: their number, the first or the last."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> tuple[Source, Source | None]:
+        """The rows, and the held-out rows; None if they are a part of the rows."""
+
+    def row_transform(self, chosen: np.ndarray | None) -> Transform | None:
+        """What changes each row that is trained on.
+
+        Args:
+          chosen: int[n], the rows that are trained on; None for all.
+        """
+        return None
+
+    @property
+    def held_out_transform(self) -> Transform | None:
+        """What changes each row that is evaluated."""
+        return None
+
+    @property
+    def skips_corrupt(self) -> bool:
+        """Whether rows whose content is damaged are left out."""
+        return False
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Names the data in messages."""
+
+    @cached_property
+    def row_spec(self) -> RowSpec:
+        """The arrays of the first row, after the transformation.
+
+        Raises:
+          DataError: there is no row, or it has other values than arrays of numbers.
+        """
+        row, where = first_row(self.sources[0])
+        if transform := self.row_transform(None):
+            row = transform(row, np.random.default_rng(0))
+        return RowSpec.of(row, where)
+
+    def array_specs(self) -> dict[str, ArraySpec]:
+        """The arrays of a batch, and `counted`, see `spec.COUNTED`."""
+        return self.row_spec.batch_specs(self.batch_size, self.dims)
+
+    def datasets(self, seed: int, bounds: Mapping[str, int] | None = None) -> tuple[Rows, Rows]:
+        """The rows to train on, without end, and the held-out rows, once and in order.
+
+        Args:
+          bounds: array of labels -> the number of classes.
+
+        Raises:
+          DataError: the rows do not exist or cannot be read, or one side of the split is empty.
+        """
+        source, held_out = self.sources
+        spec = replace(self.row_spec, bounds=bounds or {})
+        chosen = rest = None
+        if held_out is None:
+            if not isinstance(source, Indexed):
+                what = f"{source.name} is a stream, of which no fraction can be held out"
+                raise DataError(f"{what}; data.held_out={{...}} names the arguments of the held-out rows")
+            fraction = self.held_out_fraction or HELD_OUT
+            is_held_out = np.random.default_rng(0).random(source.length) < fraction
+            chosen, rest = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
+            if not len(chosen) or not len(rest):
+                what = f"{source.length} rows cannot be split: data.held_out_fraction = {fraction}"
+                raise DataError(f"{source.name}: {what} holds out {len(chosen)} of them; another fraction")
+            train = RowDataset(source, spec, self.batch_size, seed, rest)
+        else:
+            train = self._read(source, spec, seed)
+        evaluated = self._evaluated(held_out or source, spec, chosen)
+        evaluated = replace(evaluated, transform=self.held_out_transform)
+        if self.skips_corrupt:
+            train, evaluated = (replace(rows, skipped=Skipped()) for rows in (train, evaluated))
+        return replace(train, transform=self.row_transform(rest), workers=self.workers), evaluated
+
+    def _read(self, source: Source, spec: RowSpec, seed: int | None) -> Rows:
+        if isinstance(source, Indexed):
+            return RowDataset(source, spec, self.batch_size, seed)
+        if self.workers:
+            what = f"data.workers = {self.workers}: {source.name} is a stream, which one process reads in order"
+            raise DataError(f"{what}; data.workers=0, or rows by index")
+        return StreamDataset(source, spec, self.batch_size, seed)
+
+    def _evaluated(self, source: Source, spec: RowSpec, chosen: np.ndarray | None) -> Rows:
+        if not isinstance(source, Indexed):
+            if self.held_out_rows:
+                what = f"data.held_out_rows = {self.held_out_rows}: {source.name} is a stream"
+                raise DataError(f"{what}; let the stream end there")
+            return StreamDataset(source, spec, self.batch_size, None)
+        if self.held_out_rows:
+            chosen = (np.arange(source.length) if chosen is None else chosen)[: self.held_out_rows]
+        return RowDataset(source, spec, self.batch_size, None, chosen)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Checksums of the first and last row, and the number of rows: what a run that resumes is compared with."""
+        source = self.sources[0]
+        if not isinstance(source, Indexed):
+            return {f"{self.label}, first row": _checksum(first_row(source)[0])}
+        rows = {"first row": _checksum(source.row(0)), "last row": _checksum(source.row(source.length - 1))}
+        return {f"{self.label}, {name}": value for name, value in (rows | {"number": str(source.length)}).items()}
+
+
+def _checksum(row: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(row.items()):
+        x = np.asarray(value)
+        digest.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
+    return digest.hexdigest()[:32]
