@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from meshpar.errors import DataError, control_character
 from meshpar.progress import say
-from meshpar.regular import STORES, stored
+from meshpar.regular_files import STORES, stored
 
 TRIES = 4
 FIRST_WAIT_S = 0.5

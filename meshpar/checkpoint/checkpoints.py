@@ -40,7 +40,7 @@ from meshpar.checkpoint.meta import FORMAT
 from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import FOLDER, META, STATE, Checkpoint, newest_whole, steps
 from meshpar.errors import CheckpointError
-from meshpar.regular import remote
+from meshpar.regular_files import remote
 from meshpar.tree import flatten_with_paths
 
 

@@ -18,7 +18,7 @@ from meshpar.checkpoint.agree import on_all
 from meshpar.checkpoint.selection import EVERYTHING, Selection, select
 from meshpar.config import changed
 from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, Problems
-from meshpar.regular import nearby, remote
+from meshpar.regular_files import nearby, remote
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 STATE = "state"

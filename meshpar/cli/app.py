@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from meshpar.errors import ConfigError, printable
-from meshpar.regular import remote
+from meshpar.regular_files import remote
 
 
 class _Command(typer.core.TyperCommand):

@@ -10,7 +10,7 @@ from meshpar.config.merging import merge
 from meshpar.config.model import Config
 from meshpar.config.yaml_text import UnreadableYaml, read
 from meshpar.errors import ConfigError, Problems
-from meshpar.regular import nearby, open_regular
+from meshpar.regular_files import nearby, open_regular
 
 MAX_BYTES = 256 * 1024
 

@@ -17,7 +17,7 @@ from meshpar.config.annotations import field_docs, fields, is_path, may_be_store
 from meshpar.config.explaining import explain
 from meshpar.config.shorthand import expand, typed
 from meshpar.errors import ConfigError, Problems, control_character, excerpt
-from meshpar.regular import remote, stored
+from meshpar.regular_files import remote, stored
 
 T = TypeVar("T")
 

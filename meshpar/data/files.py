@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from meshpar.data.documents import HEADING
 from meshpar.errors import DataError, Problems
-from meshpar.regular import check_regular, nearby
+from meshpar.regular_files import check_regular, nearby
 
 
 def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "folder") -> list[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import DataError, DataWarning, Problems
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 MOST_FILES = 1000
 """More files share one checksum, because each checkpoint stores all of them."""

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from meshpar.hidden import hidden
+from meshpar.import_blocker import blocked
 
 ORBAX = "orbax.checkpoint"
 HANDLER = ("CheckpointHandler", "CheckpointSave", "CheckpointRestore")
@@ -24,7 +24,7 @@ def load() -> ModuleType:
     1
     """
     is_alone = not {"grain", ORBAX} & sys.modules.keys()
-    with hidden(ORBAX):
+    with blocked(ORBAX):
         import grain
     if is_alone:
         _postpone(grain.checkpoint)

@@ -15,7 +15,7 @@ from meshpar.data.documents import HEADING
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
 from meshpar.errors import DataError, Problems, nearest
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 MOST_PROBLEMS = 10  # reading stops here
 LONGEST_LINE = 2**28

@@ -19,7 +19,7 @@ from meshpar.data.documents import HEADING, DocumentOffsets, Documents
 from meshpar.data.encode import check_ids
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import DataError, Problems
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 from meshpar.tree import human_bytes
 
 _WINDOW = 2**24  # elements that are processed at once

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshpar.errors import DataError, Problems
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

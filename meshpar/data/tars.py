@@ -14,7 +14,7 @@ from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import cut_off
 from meshpar.errors import DataError, Problems
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 GLOB = "**/*.tar"
 END = bytes(2 * tarfile.BLOCKSIZE)

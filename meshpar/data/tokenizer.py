@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from meshpar.config import Config, Count, PathText, Positive
 from meshpar.data.special_tokens import end_ids, first_ids, special_tokens
 from meshpar.errors import DataError, Problem, nearest
-from meshpar.regular import nearby, open_regular
+from meshpar.regular_files import nearby, open_regular
 
 HEADING = "the tokenizer cannot be used:"
 LARGEST_ID = 2**31 - 2

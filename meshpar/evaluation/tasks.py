@@ -10,7 +10,7 @@ from typing import Any
 
 from meshpar.config.yaml_text import UnreadableYaml, read
 from meshpar.errors import ConfigError, Problems, excerpt, nearest
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 SUFFIXES = (".yaml", ".yml")
 LARGEST_TASK = 2**20

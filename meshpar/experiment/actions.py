@@ -45,7 +45,7 @@ from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
 from meshpar.records.file import FILE
 from meshpar.records.metrics import recorder
-from meshpar.regular import remote
+from meshpar.regular_files import remote
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train import announce
 from meshpar.train.begin import Beginning

@@ -24,7 +24,7 @@ from meshpar.mesh.join import check_joined
 from meshpar.progress import say
 from meshpar.records.loggers import Logger
 from meshpar.records.metrics import Recorder, recorder
-from meshpar.regular import remote
+from meshpar.regular_files import remote
 from meshpar.train import announce
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.loop.events import events_of

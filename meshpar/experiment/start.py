@@ -27,7 +27,7 @@ from meshpar.interop.peft_params import AdapterParams, adapter_params
 from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
 from meshpar.nn.compressed import kernels_in_codes
 from meshpar.nn.lora import NAME, is_lora
-from meshpar.regular import nearby
+from meshpar.regular_files import nearby
 from meshpar.train.begin import Beginning, saved_structs
 from meshpar.train.copies.copies import CopiedBeginning, Copies
 from meshpar.tree import flatten_with_paths

@@ -23,7 +23,7 @@ from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, na
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Shape
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of tensors per file, if there are several tensors."""

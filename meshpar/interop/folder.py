@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import Problems
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 LONGEST_JSON = 100_000_000
 MODEL_FILES = "hugging_face"

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import CheckpointError, Problems
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 LONGEST_HEADER = 100_000_000
 DTYPES: dict[str, np.dtype] = {

@@ -17,7 +17,7 @@ import pydantic
 
 from meshpar.config import Config
 from meshpar.errors import ConfigError
-from meshpar.hidden import hidden
+from meshpar.import_blocker import blocked
 from meshpar.records.prometheus import serving
 from meshpar.records.writing import writing
 from meshpar.tree import flatten_with_paths
@@ -71,7 +71,7 @@ class Events:
     """
 
     def __init__(self, folder: Path, step: int):
-        with hidden("torch"):  # tensorboardX would import it for a second, for tensors that are not used
+        with blocked("torch"):  # tensorboardX would import it for a second, for tensors that are not used
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
 

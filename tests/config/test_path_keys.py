@@ -14,7 +14,7 @@ from meshpar.config import schema
 from meshpar.config.annotations import is_path, may_be_stored, reachable
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.federated import Federated
-from meshpar.regular import stored
+from meshpar.regular_files import stored
 from tests.config.keys import PLAIN, Key, text_keys
 from tests.pictures import pictures, write_folders
 from tests.sources import write_tokenizer

@@ -15,7 +15,7 @@ import pytest
 from meshpar.errors import Problems
 from meshpar.interop.export import copy_companions, whole_or_not
 from meshpar.interop.folder import check_inside
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 from tests.interop.pretrained import saved
 
 NAMES = ("config.json", "model.safetensors", "tokenizer_config.json", "tokenizer.json")

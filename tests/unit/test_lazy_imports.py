@@ -78,8 +78,8 @@ def test_control_packages_that_a_verb_uses_are_seen(imported):
 def test_tensorboard_leaves_torch_importable():
     """torch is hidden only while tensorboardX is imported."""
     pytest.importorskip("torch")
-    code = "from meshpar.hidden import hidden\n"
-    code += "with hidden('torch'):\n    from tensorboardX.event_file_writer import EventsWriter\n"
+    code = "from meshpar.import_blocker import blocked\n"
+    code += "with blocked('torch'):\n    from tensorboardX.event_file_writer import EventsWriter\n"
     code += "import sys; assert 'torch' not in sys.modules; import torch; torch.ones(1)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

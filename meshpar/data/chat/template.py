@@ -12,7 +12,7 @@ from typing import Any
 from meshpar.data.chat.sandbox import Rendered, render
 from meshpar.data.special_tokens import special_tokens, tokenizer_config
 from meshpar.errors import ConfigError, DataError
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 TEMPLATE = "chat_template.jinja"
 TOOL_USE = "additional_chat_templates/tool_use.jinja"

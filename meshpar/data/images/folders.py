@@ -9,7 +9,7 @@ from pathlib import Path
 from meshpar.data.documents import HEADING
 from meshpar.data.images.decode import SUFFIXES
 from meshpar.errors import DataError, Problems, suggestion
-from meshpar.regular import nearby, open_regular
+from meshpar.regular_files import nearby, open_regular
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from meshpar.data.images.decode import SUFFIXES
 from meshpar.data.images.files import integer
 from meshpar.data.tars import members, named
 from meshpar.errors import DataError
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 LONGEST_LABEL = 32
 """Bytes of a label."""

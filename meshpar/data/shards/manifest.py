@@ -26,7 +26,7 @@ from meshpar.checkpoint.durable import sync
 from meshpar.data.documents import no_data
 from meshpar.data.tokenizer import Bytes, Ids, TokenizerFile
 from meshpar.errors import DataError
-from meshpar.regular import nearby, open_regular
+from meshpar.regular_files import nearby, open_regular
 
 VERSION = 1
 MANIFEST = "manifest.json"

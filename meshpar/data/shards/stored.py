@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshpar.data.documents import no_data
-from meshpar.regular import open_regular
+from meshpar.regular_files import open_regular
 
 _TOGETHER = 2**18
 _MOST_OPEN = 64

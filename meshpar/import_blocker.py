@@ -1,4 +1,4 @@
-"""Hides a package from another one that imports it without need."""
+"""Blocks the import of a package that another one imports without need."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def hidden(package: str) -> Iterator[None]:
+def blocked(package: str) -> Iterator[None]:
     """Inside the `with` block, an import of the package raises ImportError, unless it was imported before.
 
-    >>> with hidden("this"):
+    >>> with blocked("this"):
     ...     import this
     Traceback (most recent call last):
         ...
