@@ -3,16 +3,18 @@
     python scripts/pictures.py    # draws; `make pictures` computes the table first
 
 `layouts`: the table of `docs/guides/which-layout.md` as bars. `tree`: its questions and answers.
+`releases`: the figures of `docs/benchmarks.json` as bars.
 Also the schedules of pipelines in `docs/concepts/pipelines.md`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshpar.parallel.pipeline import gantt
 from meshpar.parallel.pipeline.get_schedule import get_schedule
@@ -132,6 +134,39 @@ def tree(mode: str) -> str:
     return document(width, height, [*drawn, text(left, height - 16, LAST, ink)], mode)
 
 
+FIGURES = {
+    "sent_bytes": "sends in a step", "flops": "FLOPs of a step", "temporary_bytes": "temporaries",
+    "compile_s": "compiles, CPU s",
+}  # fmt: skip
+RELEASES = [AXES["replica"], AXES["data"]]
+"""Colours of the last but one release and of the last."""
+
+
+def releases(measured: dict[str, Any], mode: str) -> str:
+    """Layout by layout, the figures of the last two releases, as parts of the largest of a figure."""
+    _, ink, faint, _ = MODES[mode]
+    versions = list(measured)[-2:]
+    names = list(measured[versions[-1]]["layouts"])
+    height, column = TOP + ROW * len(names) + 34, (WIDTH - LOSS) / len(FIGURES)
+    drawn = [text(NAME, 24, "One device of each layout, in the last two releases", ink, 15, "bold")]
+    drawn.append(f'<path d="M{NAME} {TOP - 6}H{WIDTH - 12}" stroke="{faint}"/>')
+    drawn += [text(NAME, TOP + ROW * i + 16, name, ink) for i, name in enumerate(names)]
+    for j, (figure, words) in enumerate(FIGURES.items()):
+        x = LOSS + column * j
+        drawn.append(text(x, TOP - 14, words, ink, 12, "bold"))
+        most = max(row[figure] for name in versions for row in measured[name]["layouts"].values())
+        for k, release in enumerate(versions):
+            for i, name in enumerate(names):
+                width = (column - 20) * measured[release]["layouts"][name][figure] / most
+                drawn.append(rect(x, TOP + ROW * i + 4 + 8 * k, width, 7, RELEASES[k]))
+    for k, release in enumerate(versions):
+        drawn += [
+            rect(LOSS + 80 * k, height - 24, 11, 11, RELEASES[k]),
+            text(LOSS + 15 + 80 * k, height - 14, release, ink),
+        ]
+    return document(WIDTH, height, drawn, mode)
+
+
 def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
     """A pipeline's schedule, as `meshpar schedule NAME --svg` draws it."""
     timeline = simulate(get_schedule(name, stages, microbatches, None), stages, OpTimes(1.0, 1.0, 1.0, 0.0))
@@ -173,7 +208,9 @@ def pictures() -> dict[Path, str]:
     table = rows(PAGE.read_text())
     folder = DOCS / "pictures"
     schedules = {DOCS / "concepts" / f"pipeline-{name}.svg": schedule(name) for name in ("1f1b", "zb_h1", "zbv")}
+    measured = json.loads((DOCS / "benchmarks.json").read_text())
     drawn = schedules | {folder / f"layouts-{mode}.svg": layouts(table, mode) for mode in MODES}
+    drawn |= {folder / f"releases-{mode}.svg": releases(measured, mode) for mode in MODES}
     return drawn | {folder / f"tree-{mode}.svg": tree(mode) for mode in MODES}
 
 
