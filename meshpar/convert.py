@@ -32,7 +32,7 @@ from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of
 from meshpar.interop.peft_export import write_adapter
 from meshpar.mesh.layout import MeshLayout
-from meshpar.nn.compressed import dense
+from meshpar.nn.compressed import dense, dequantized
 from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
@@ -186,6 +186,7 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
     if base is None and not (run.init and run.init.from_hf):
         raise ConfigError("base: the run did not start from a Hugging Face folder; name the base model's, by --base")
     base = base or str(run.init.from_hf.resolve())  # pyright: ignore
+    params = dequantized(model.abstract(), params)  # DoRA's magnitudes are norms of the kernels
     model = model.model_copy(update={"weights": None})
     write_adapter(folder, model, run.lora, params, base, _companions(run, saved))
 

@@ -2,6 +2,8 @@
 
     kernel[..., inputs, outputs] + alpha / rank * a[..., inputs, rank] @ b[..., rank, outputs]
 
+With DoRA its outputs get the norms `magnitude[..., outputs]` besides, see `nn.dora`.
+
 Which dims are inputs, outputs or stacked layers follows from the use of a kernel in the loss, see `optim.uses`. The
 matrices of `name.kernel` are the parameters `name.lora.kernel.a` and `.b`, with the names of the kernel's dims. So they
 are sharded like the kernel, and a checkpoint of the model without LoRA has the same paths.
@@ -25,13 +27,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import ConfigError, Problems, suggestion
-from meshpar.nn.lora import NAME, LoRA
+from meshpar.errors import ConfigError, Problems
+from meshpar.nn import dora
+from meshpar.nn.lora import MAGNITUDE, NAME, LoRA, Size
 from meshpar.optim.base import Matrix
 from meshpar.parallel.precision import wide
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.tree import flatten_with_paths, matching, path_name
+from meshpar.tree import flatten_with_paths, path_name
 
 Keys = tuple[Any, ...]
 """The keys that lead to a leaf of nested mappings."""
@@ -47,11 +50,15 @@ class _Kernel:
       keys: where it is in the parameters.
       spec: of the kernel.
       matrix: which of its dims are inputs and outputs; the others stack.
+      size: the rank and the scale of its update.
+      has_magnitude: whether it is adapted by DoRA.
     """
 
     keys: Keys
     spec: ArraySpec
     matrix: Matrix
+    size: Size
+    has_magnitude: bool
 
     @property
     def equation(self) -> str:
@@ -61,37 +68,62 @@ class _Kernel:
         a, b = ("".join(letters[i] for i in dims) for dims in (stacked + self.matrix.inputs, self.matrix.outputs))
         return f"{a}R,{''.join(letters[i] for i in stacked)}R{b}->{letters}"
 
-    def specs(self, rank: int) -> dict[str, ArraySpec]:
-        """The specs of the two matrices."""
-        return {
-            "a": self._spec(self._stacked + self.matrix.inputs, rank, len(self._stacked + self.matrix.inputs)),
-            "b": self._spec(self._stacked + self.matrix.outputs, rank, len(self._stacked)),
+    @property
+    def specs(self) -> dict[str, ArraySpec]:
+        """The specs of the two matrices, and of DoRA's magnitudes."""
+        matrices = {
+            "a": self._spec(self._stacked + self.matrix.inputs, len(self._stacked + self.matrix.inputs)),
+            "b": self._spec(self._stacked + self.matrix.outputs, len(self._stacked)),
         }
+        return matrices | ({MAGNITUDE: self._of_outputs} if self.has_magnitude else {})
 
     @property
     def kinds(self) -> dict[str, Matrix]:
-        """How the two matrices are used."""
+        """How these are used."""
         first = len(self._stacked)
         num_inputs, num_outputs = len(self.matrix.inputs), len(self.matrix.outputs)
-        return {
+        matrices = {
             "a": Matrix(tuple(range(first, first + num_inputs)), (first + num_inputs,)),
             "b": Matrix((first,), tuple(range(first + 1, first + 1 + num_outputs))),
         }
+        return matrices | ({MAGNITUDE: self._vectors} if self.has_magnitude else {})
 
-    def init(self, key: jax.Array, rank: int) -> dict[str, jax.Array]:
-        """Their first values: `a` is random and `b` zero, so that the first update is zero."""
-        specs = self.specs(rank)
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Their first values: `a` is random and the others zero, so that the first update is zero."""
+        zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in self.specs.items() if name != "a"}
         std = math.prod(self.spec.shape[i] for i in self.matrix.inputs) ** -0.5
         key = jax.random.fold_in(key, zlib.crc32(repr(self.keys).encode()))
-        a = std * jax.random.normal(key, specs["a"].shape, specs["a"].dtype)
-        return {"a": a, "b": jnp.zeros(specs["b"].shape, specs["b"].dtype)}
+        of_a = self.specs["a"]
+        return {"a": std * jax.random.normal(key, of_a.shape, of_a.dtype)} | zeros
+
+    def adapted(self, kernel: jax.Array, update: Mapping[str, jax.Array]) -> jax.Array:
+        """The kernel with its update."""
+        product = jnp.einsum(self.equation, wide(update["a"]), wide(update["b"]), precision="highest")
+        inputs = tuple(sorted(self.matrix.inputs))
+        return dora.adapted(kernel, self.size.scale * product, update.get(MAGNITUDE), inputs).astype(kernel.dtype)
 
     @property
     def _stacked(self) -> tuple[int, ...]:
         multiplied = self.matrix.inputs + self.matrix.outputs
         return tuple(i for i in range(len(self.spec.shape)) if i not in multiplied)
 
-    def _spec(self, dims: Sequence[int], rank: int, place: int) -> ArraySpec:
+    @property
+    def _of_outputs(self) -> ArraySpec:
+        """The spec of an array with a number for each output, in the order of the kernel's dims."""
+        shape, dims = self.spec.shape, self.spec.dims
+        return ArraySpec(tuple(shape[i] for i in self._kept), self.spec.dtype, tuple(dims[i] for i in self._kept))
+
+    @property
+    def _vectors(self) -> Matrix:
+        """How such an array is used: as vectors."""
+        return Matrix(tuple(place for place, i in enumerate(self._kept) if i in self.matrix.outputs), ())
+
+    @property
+    def _kept(self) -> tuple[int, ...]:
+        return tuple(i for i in range(len(self.spec.shape)) if i not in self.matrix.inputs)
+
+    def _spec(self, dims: Sequence[int], place: int) -> ArraySpec:
+        rank = self.size.rank
         shape = [self.spec.shape[i] for i in dims]
         names = [self.spec.dims[i] for i in dims]
         return ArraySpec(
@@ -103,7 +135,6 @@ class _Kernel:
 class Adapters:
     """The low-rank updates of some kernels of a model."""
 
-    lora: LoRA
     kernels: tuple[_Kernel, ...]
 
     @classmethod
@@ -124,23 +155,20 @@ class Adapters:
         }
         named = {name: {name, name.rpartition(".")[0]} for name in found}
         problems = Problems()
-        for glob in lora.paths:
-            if not any(matching(names, glob) for names in named.values()):
-                fix = suggestion(glob, found, f"there are {', '.join(sorted(found)[:6])}")
-                problems.add("lora.paths", f"{glob!r} matches no parameter that is multiplied as a matrix", fix)
         kernels = []
-        for name in (name for name, names in named.items() if any(matching(names, glob) for glob in lora.paths)):
+        fix = f"there are {', '.join(sorted(found)[:6])}"
+        for name in lora.check(named, "parameter that is multiplied as a matrix", fix, problems):
             path, spec, matrix = found[name]
             if not _is_nested(specs, _keys(path)):
                 what = "it is in a tuple or a list, which cannot hold its update"
                 problems.add(f"lora.paths: {name}", what, "parameters in nested dicts, or in an nnx.State")
-            kernels.append(_Kernel(_keys(path), spec, matrix))
+            kernels.append(_Kernel(_keys(path), spec, matrix, lora.size(*named[name]), lora.use_dora))
         problems.raise_any(ConfigError, "LoRA adapts the kernels of a model:")
-        return cls(lora, tuple(kernels))
+        return cls(tuple(kernels))
 
     def specs(self, specs: Any) -> Any:
         """The specs of the parameters, with those of the updates."""
-        return _joined(specs, {kernel.keys: kernel.specs(self.lora.rank) for kernel in self.kernels})
+        return _joined(specs, {kernel.keys: kernel.specs for kernel in self.kernels})
 
     def kinds(self, kinds: Any) -> Any:
         """The same of a tree of `Matrix`, in which each update's matrices multiply too."""
@@ -150,7 +178,7 @@ class Adapters:
         """An init of the model's parameters as one of these and of the updates."""
 
         def with_updates(key: jax.Array) -> Any:
-            updates = {kernel.keys: kernel.init(key, self.lora.rank) for kernel in self.kernels}
+            updates = {kernel.keys: kernel.init(key) for kernel in self.kernels}
             return _joined(init(key), updates)
 
         return with_updates
@@ -170,9 +198,8 @@ class Adapters:
         """
         plain, updates = _split(params, {kernel.keys for kernel in self.kernels})
         for kernel in self.kernels:
-            a, b = updates[kernel.keys]["a"], updates[kernel.keys]["b"]
-            change = self.lora.scale * jnp.einsum(kernel.equation, wide(a), wide(b), precision="highest")
-            plain = _changed(plain, kernel.keys, partial(_plus, change=change))
+            adapted = partial(kernel.adapted, update=updates[kernel.keys])
+            plain = _changed(plain, kernel.keys, partial(jax.tree.map, adapted))  # also in the variable of NNX
         return plain
 
     def merged_by_path(self, params: Any) -> dict[str, jax.Array]:
@@ -183,11 +210,6 @@ class Adapters:
 def with_rank(rules: AxisRules) -> AxisRules:
     """The rules, with one for the inner dim of the updates: it is whole, unless a rule says otherwise."""
     return rules if RANK in rules.table else rules | AxisRules(rank=())
-
-
-def _plus(leaf: Any, change: jax.Array) -> Any:
-    """A kernel, or the NNX variable that holds it, and its update."""
-    return jax.tree.map(lambda kernel: (wide(kernel) + change).astype(kernel.dtype), leaf)
 
 
 def _keys(path: Sequence[Any]) -> Keys:

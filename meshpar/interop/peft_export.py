@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import CheckpointError
 from meshpar.interop.export import config_of, copy_companions, whole_or_not
 from meshpar.interop.huggingface import layer_shapes, names_of, numbered
-from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, PREFIX
+from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, MAGNITUDES, PREFIX
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import EXPERT, Foreign, Shape
-from meshpar.nn.lora import LoRA
+from meshpar.nn.dora import norms
+from meshpar.nn.lora import MAGNITUDE, NAME, LoRA, Size
 
 Place = tuple[int, ...]
 
@@ -46,14 +49,14 @@ def write_adapter(
         raise CheckpointError(f"{experts[0]}: updates of experts are not written; export with --format hf")
     if len({foreign.outputs_first for _, foreign in found}) != 1:
         raise CheckpointError("some adapted matrices are [in, out] and others [out, in]; export with --format hf")
-    modules: dict[str, int] = {}
+    modules: dict[str, Size] = {}
     tensors: list[Written] = []
     for name, foreign in found:
-        rank = lora.rank * len(_projections(foreign, params))
+        update = _Update(foreign, shapes, params, lora)
         for place, complete in numbered(name, foreign, model):
             module = complete.removesuffix(".weight")
-            modules[module] = rank
-            tensors += _written(module, foreign, shapes, params, place, rank)
+            modules[module] = update.size
+            tensors += update.written(module, place)
     with whole_or_not(folder) as made:
         config = _config(lora, modules, base, found[0][1])
         (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -66,54 +69,96 @@ def _adapted(model: DecoderModel, kind: str, params: Mapping[str, Any]) -> list[
 
 
 def _projections(foreign: Foreign, params: Mapping[str, Any]) -> list[str]:
-    """The parts of a matrix that have an update."""
+    """The parts of a matrix that have an update: the paths of their kernels."""
     return [path for path in foreign.parts if path.endswith(".kernel") and f"{_lora(path)}.a" in params]
 
 
-def _lora(path: str) -> str:
-    return f"{path.removesuffix('.kernel')}.lora"
+def _projection(kernel: str) -> str:
+    return kernel.removesuffix(".kernel")
 
 
-def _config(lora: LoRA, modules: Mapping[str, int], base: str, foreign: Foreign) -> dict[str, Any]:
-    """With the same scale alpha / rank for updates of any rank."""
-    others = {module: rank for module, rank in modules.items() if rank != lora.rank}
+def _lora(kernel: str) -> str:
+    return f"{_projection(kernel)}.{NAME}"
+
+
+def _config(lora: LoRA, modules: Mapping[str, Size], base: str, foreign: Foreign) -> dict[str, Any]:
+    alphas = {module: lora.alpha_of(*size) for module, size in modules.items()}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora.rank, "lora_alpha": lora.alpha, "rank_pattern": others,
-        "alpha_pattern": {module: lora.scale * rank for module, rank in others.items()},
+        "r": lora.rank, "lora_alpha": lora.alpha,
+        "rank_pattern": {module: size.rank for module, size in modules.items() if size.rank != lora.rank},
+        "alpha_pattern": {module: x for module, x in alphas.items() if not math.isclose(x, lora.alpha)},
         "target_modules": list(modules), "fan_in_fan_out": not foreign.outputs_first, "bias": "none",
-        "lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "init_lora_weights": True, "modules_to_save": None,
+        "lora_dropout": 0.0, "use_rslora": lora.use_rslora, "use_dora": lora.use_dora, "init_lora_weights": True,
+        "modules_to_save": None,
     }  # fmt: skip
 
 
-def _written(
-    module: str, foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], place: Place, rank: int
-) -> Iterator[Written]:
-    first, *others = foreign.parts
-    size_in = math.prod(shapes[first][: foreign.inputs])
-    size_out = sum(math.prod(shapes[part][foreign.inputs :]) for part in (first, *others))
-    dtype = np.dtype(params[f"{_lora(_projections(foreign, params)[0])}.a"].dtype)
-    make = partial(_matrices, foreign, shapes, params, place)
-    yield Written(f"{PREFIX}{module}.lora_A.weight", dtype, (rank, size_in), lambda: make()[0])
-    yield Written(f"{PREFIX}{module}.lora_B.weight", dtype, (size_out, rank), lambda: make()[1])
+@dataclass(frozen=True)
+class _Update:
+    """The update of one matrix of Hugging Face, in any layer.
 
+    Args:
+      shapes: of the parameters in a layer, by path.
+    """
 
-def _matrices(
-    foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], place: Place
-) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in] and B [out, rank] of one layer; B has a block for each part."""
-    lefts: list[np.ndarray] = []
-    rights: list[np.ndarray] = []
-    adapted = _projections(foreign, params)
-    for path in foreign.parts:
-        shape_in, shape_out = shapes[path][: foreign.inputs], shapes[path][foreign.inputs :]
-        if path not in adapted:
-            lefts.append(np.zeros((math.prod(shape_out), 0)))
-            continue
-        a, b = (np.asarray(jax.device_get(params[f"{_lora(path)}.{one}"][place])) for one in "ab")
-        rights.append(a[_without_padding(shape_in)].reshape(-1, a.shape[-1]).T)
-        lefts.append(b[(slice(None), *_without_padding(shape_out))].reshape(b.shape[0], -1).T)
-    return np.concatenate(rights), _blocks(lefts, rights[0].dtype)
+    foreign: Foreign
+    shapes: Mapping[str, Shape]
+    params: Mapping[str, jax.Array]
+    lora: LoRA
+
+    @property
+    def size(self) -> Size:
+        """The ranks of all parts, and the scale of the first one."""
+        sizes = [self.lora.size(_projection(path)) for path in _projections(self.foreign, self.params)]
+        return Size(sum(size.rank for size in sizes), sizes[0].scale)
+
+    def written(self, module: str, place: Place) -> Iterator[Written]:
+        """The tensors of a layer."""
+        first, *others = self.foreign.parts
+        size_in = math.prod(self.shapes[first][: self.foreign.inputs])
+        size_out = sum(math.prod(self._outputs(part)) for part in (first, *others))
+        dtype = np.dtype(self.params[f"{_lora(_projections(self.foreign, self.params)[0])}.a"].dtype)
+        rank, make = self.size.rank, partial(self._matrices, place)
+        yield Written(f"{PREFIX}{module}.lora_A.weight", dtype, (rank, size_in), lambda: make()[0])
+        yield Written(f"{PREFIX}{module}.lora_B.weight", dtype, (size_out, rank), lambda: make()[1])
+        if self.lora.use_dora:
+            magnitudes = partial(self._magnitudes, place, dtype)
+            yield Written(f"{PREFIX}{module}{MAGNITUDES}", dtype, (size_out,), magnitudes)
+
+    def _matrices(self, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        """A [rank, in] and B [out, rank] of one layer; B has a block for each part."""
+        lefts: list[np.ndarray] = []
+        rights: list[np.ndarray] = []
+        adapted = _projections(self.foreign, self.params)
+        for path in self.foreign.parts:
+            shape_in, shape_out = self.shapes[path][: self.foreign.inputs], self._outputs(path)
+            if path not in adapted:
+                lefts.append(np.zeros((math.prod(shape_out), 0)))
+                continue
+            a, b = (self._array(f"{_lora(path)}.{one}", place) for one in "ab")
+            ratio = self.lora.size(_projection(path)).scale / self.size.scale
+            rights.append(a[_without_padding(shape_in)].reshape(-1, a.shape[-1]).T)
+            left = b[(slice(None), *_without_padding(shape_out))].reshape(b.shape[0], -1).T
+            lefts.append(left if ratio == 1 else left * np.asarray(ratio, left.dtype))
+        return np.concatenate(rights), _blocks(lefts, rights[0].dtype)
+
+    def _magnitudes(self, place: Place, dtype: np.dtype) -> np.ndarray:
+        """The norm of each output's adapted weights [out]; of a part without an update, that of its weights."""
+        found: list[np.ndarray] = []
+        for path in self.foreign.parts:
+            kernel = self._array(path, place)[_without_padding(self.shapes[path])]
+            whole = np.asarray(norms(jnp.asarray(kernel), tuple(range(self.foreign.inputs))))
+            if (change := f"{_lora(path)}.{MAGNITUDE}") in self.params:
+                whole = whole + self._array(change, place)[_without_padding(self._outputs(path))].astype(whole.dtype)
+            found.append(whole.reshape(-1).astype(dtype))
+        return np.concatenate(found)
+
+    def _outputs(self, path: str) -> Shape:
+        return self.shapes[path][self.foreign.inputs :]
+
+    def _array(self, path: str, place: Place) -> np.ndarray:
+        return np.asarray(jax.device_get(self.params[path][place]))
 
 
 def _without_padding(shape: Shape) -> tuple[slice, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from meshpar.interop.huggingface import layer_shapes, names_of, numbered
 from meshpar.interop.peft import Update, updates_in
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Shape
-from meshpar.nn.lora import NAME, LoRA
+from meshpar.nn.lora import MAGNITUDE, NAME, LoRA
 
 Place = tuple[int, ...]
 
@@ -27,11 +28,17 @@ class LayerUpdate:
 
     Args:
       a, b: float32 [inputs..., rank], [rank, outputs...].
+      magnitudes: float32 [outputs...], of DoRA; None for LoRA.
     """
 
     a: np.ndarray
     b: np.ndarray
     scale: float
+    magnitudes: np.ndarray | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.b)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,12 @@ class AdapterParams:
     @property
     def rank(self) -> int:
         """The largest rank."""
-        return max(one.b.shape[0] for layers in self.updates.values() for one in layers.values())
+        return max(one.rank for layers in self.updates.values() for one in layers.values())
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether it is one of DoRA."""
+        return any(one.magnitudes is not None for layers in self.updates.values() for one in layers.values())
 
     def check(self, lora: LoRA, stacks: Mapping[str, int]) -> None:
         """Checks that a run's LoRA can begin with this adapter.
@@ -67,25 +79,41 @@ class AdapterParams:
             if len(self.updates[path]) < stacks[path]:
                 what = f"the adapter has updates in {len(self.updates[path])} of {stacks[path]} layers"
                 problems.add(path, what, "serve it beside its model, or merge it: init.from_hf=ADAPTER")
-        each = [one for layers in self.updates.values() for one in layers.values()]
-        for key, mine, theirs in (
-            ("rank", lora.rank, {len(one.b) for one in each}),
-            ("alpha", lora.alpha, {round(one.scale * len(one.b), 6) for one in each}),
-        ):
-            if theirs != {mine}:
-                fix = f"lora.{key}={min(theirs):g}" if len(theirs) == 1 else "one for all, which lora trains"
-                problems.add(
-                    f"lora.{key}", f"{mine:g}, and the adapter has {', '.join(map('{:g}'.format, sorted(theirs)))}", fix
-                )
+        both = [(path, lora.size(path), [*self.updates[path].values()]) for path in sorted({*stacks} & {*self.updates})]
+        ranks = {path: (mine.rank, {one.rank for one in layers}) for path, mine, layers in both}
+        alphas = {
+            path: (lora.alpha_of(*mine), {round(lora.alpha_of(one.rank, one.scale), 6) for one in layers})
+            for path, mine, layers in both
+        }
+        for key, values in (("rank", ranks), ("alpha", alphas)):
+            if any(theirs != {round(mine, 6)} for mine, theirs in values.values()):
+                _add_sizes(f"lora.{key}", values, problems)
+        if lora.use_dora != self.has_magnitudes:
+            what = f"the adapter has {'' if self.has_magnitudes else 'no '}magnitudes of DoRA"
+            problems.add("lora.use_dora", what, f"lora.use_dora={json.dumps(self.has_magnitudes)}")
         problems.raise_any(ConfigError, f"lora does not fit init.adapter = {self.folder}:")
 
     def array(self, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """The parameter at a path such as `blocks.attn.q.lora.a`, of all layers."""
+        """The parameter at a path such as `blocks.attn.q.lora.a`, of all layers; of magnitudes the norms."""
         projection, _, name = path.rpartition(f".{NAME}.")
         whole = np.zeros(struct.shape, struct.dtype)
         for place, update in self.updates[projection].items():
-            whole[place] = update.a if name == "a" else update.b
+            whole[place] = {"a": update.a, "b": update.b, MAGNITUDE: update.magnitudes}[name]
         return jax.device_put(whole, struct.sharding)
+
+
+def _add_sizes(key: str, values: Mapping[str, tuple[float, Collection[float]]], problems: Problems) -> None:
+    """Adds a key of `lora` that differs: path -> its value, and those of the adapter's layers."""
+    all_mine = sorted({mine for mine, _ in values.values()})
+    all_theirs = sorted(set[float]().union(*(theirs for _, theirs in values.values())))
+    if len(all_theirs) == 1:
+        fix = f"{key}={all_theirs[0]:g}"
+    elif all(len(theirs) == 1 for _, theirs in values.values()):
+        fix = f"{key}_pattern={{{', '.join(f'{path}: {min(theirs):g}' for path, (_, theirs) in values.items())}}}"
+    else:
+        fix = "one for all layers of a projection, which lora trains"
+    mine, theirs = (", ".join(map("{:g}".format, found)) for found in (all_mine, all_theirs))
+    problems.add(key, f"{mine}, and the adapter has {theirs}", fix)
 
 
 def adapter_params(folder: Path, model: DecoderModel, companions: Path | None) -> AdapterParams:
@@ -108,10 +136,6 @@ def adapter_params(folder: Path, model: DecoderModel, companions: Path | None) -
     prefix = f"{named[0][0].partition('.')[0]}."
     for name, update in updates_in(folder, sizes, prefix).items():
         place, foreign = complete[name]
-        if update.magnitudes is not None:
-            what = "has magnitudes of DoRA, which scale the whole matrix and not its update"
-            problems.add(name.removesuffix(".weight"), what, "merge the adapter: serve or train its folder")
-            continue
         if len(place) > 1 or not all(path.endswith(".kernel") for path in foreign.parts):
             what = "is no projection of its own, whose update is computed beside it"
             problems.add(name.removesuffix(".weight"), what, "merge the adapter: serve or train its folder")
@@ -138,6 +162,7 @@ def _parts(update: Update, foreign: Foreign, shapes: dict[str, Shape]) -> dict[s
         inputs, outputs = shapes[path][: foreign.inputs], shapes[path][foreign.inputs :]
         end = begin + math.prod(outputs)
         b = update.b[begin:end].T.reshape(update.rank, *outputs)
-        found[path] = LayerUpdate(update.a.T.reshape(*inputs, update.rank), b, update.scale)
+        magnitudes = None if update.magnitudes is None else update.magnitudes[begin:end].reshape(outputs)
+        found[path] = LayerUpdate(update.a.T.reshape(*inputs, update.rank), b, update.scale, magnitudes)
         begin = end
     return found

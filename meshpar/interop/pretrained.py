@@ -18,7 +18,8 @@ from meshpar.interop.folder import MODEL_FILES
 from meshpar.interop.huggingface import Pretrained
 from meshpar.interop.peft import files_of
 from meshpar.interop.peft_params import AdapterParams
-from meshpar.nn.lora import is_lora
+from meshpar.nn.dora import norms
+from meshpar.nn.lora import MAGNITUDE, NAME, inputs_of, is_lora
 from meshpar.nn.quantized_kernel import STORED, QuantizedKernel
 from meshpar.train.program import shardings
 from meshpar.train.state import TrainState
@@ -48,8 +49,26 @@ class PretrainedBeginning:
             params |= self._quantized(path, kernel, structs)
         params |= self.source.params({path: structs[path] for path in self.source.paths if path not in self.codes})
         if self.adapter:
-            params |= {path: self.adapter.array(path, one) for path, one in structs.items() if is_lora(path)}
+            params |= self._adapted(self.adapter, params, structs)
         return self.training.compile_init(given={f"params.{path}": array for path, array in params.items()})()
+
+    def _adapted(
+        self, adapter: AdapterParams, params: Mapping[str, jax.Array], structs: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.Array]:
+        """What LoRA begins with. Of a magnitude that is its change, from the norm of the kernel on the devices."""
+        read = {path: adapter.array(path, one) for path, one in structs.items() if is_lora(path)}
+        for path in [path for path in read if path.endswith(f".{MAGNITUDE}")]:
+            update = path.removesuffix(MAGNITUDE)
+            kernel = f"{update.removesuffix(f'{NAME}.')}kernel"
+            stored = {name: params[one] for name, one in {"": kernel, **_stored(kernel)}.items() if one in params}
+            matrices = (read[f"{update}a"], read[f"{update}b"])
+
+            def change(whole: jax.Array, *given: Any, of: str = kernel) -> jax.Array:
+                floats = given[0][""] if "" in given[0] else self.codes[of].of(given[0])
+                return (whole - norms(floats, inputs_of(floats, *given[1:]))).astype(whole.dtype)
+
+            read[path] = jax.jit(change, out_shardings=structs[path].sharding)(read[path], stored, *matrices)
+        return read
 
     def _quantized(
         self, path: str, kernel: QuantizedKernel, structs: Mapping[str, jax.ShapeDtypeStruct]
@@ -70,6 +89,11 @@ class PretrainedBeginning:
         read |= {path for path in paths if self.adapter and is_lora(path)}
         taken, made = ([f"params.{path}" for path in paths if (path in read) == is_read] for is_read in (True, False))
         return {"source": str(self.source.folder), "restored": taken, "initialized": made, "ignored": [], "changed": {}}
+
+
+def _stored(kernel: str) -> dict[str, str]:
+    """The paths of what is stored for a kernel in codes, by name."""
+    return {name: f"{kernel}.{name}" for name in STORED}
 
 
 def model_files(from_hf: Path | None, from_checkpoint: Path | None, run_dir: Path) -> Path | None:

@@ -18,11 +18,12 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.mesh.varying import Axes
+from meshpar.nn import dora
 from meshpar.nn.quantized_kernel import Quantized, QuantizedKernel
 from meshpar.nn.remat import Activation, named
 from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import linear
-from meshpar.parallel.context import constrain, current, manual, planned
+from meshpar.parallel.context import constrain, current, manual, manual_axes, planned
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Adapter, Weights
 from meshpar.parallel.precision import wide
@@ -99,6 +100,8 @@ class LayerNorm(nnx.Module):
 class LowRank(nnx.Module):
     """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b starts at zero, so the model is unchanged at first.
 
+    With DoRA it also holds the change of the magnitude of each output, `magnitude[out..]`, see `dora`.
+
     Communication: none. Where the kernel's inputs are sharded, the result is a partial sum like the kernel's product.
     """
 
@@ -106,10 +109,11 @@ class LowRank(nnx.Module):
         "rank": Supported(partition=False, why="LoRA needs all columns of its thin matrices"),
     }
 
-    def __init__(self, a: nnx.Param, b: nnx.Param, scale: float):
+    def __init__(self, a: nnx.Param, b: nnx.Param, scale: float, magnitude: nnx.Param | None = None):
         self.a = a
         self.b = b
         self.scale = scale
+        self.magnitude = magnitude
         self.used: jax.Array | None = nnx.data(None)
         """See `Adapter`."""
 
@@ -117,6 +121,20 @@ class LowRank(nnx.Module):
     def adapter(self) -> Adapter:
         kind = _PlannedAdapter if planned() else Adapter
         return kind(self.a[...], self.b[...], self.scale, self.used)
+
+    def stretch(self, kernel: jax.Array, dims: Sequence[str]) -> jax.Array | None:
+        """What DoRA multiplies each output of x @ kernel and of the update by; None without DoRA.
+
+        Args:
+          kernel: [inputs..., outputs...], a local shard.
+          dims: the names of its dims.
+        """
+        if self.magnitude is None:
+            return None
+        num_inputs = self.a.ndim - 1
+        update = self.scale * jnp.tensordot(wide(self.a[...]), wide(self.b[...]), axes=1, precision="highest")
+        axes = tuple(axis for dim in dims[:num_inputs] for axis in manual_axes(dim))
+        return dora.stretch(kernel, update, self.magnitude[...], tuple(range(num_inputs)), axes)
 
 
 @jax.tree_util.register_dataclass
@@ -159,8 +177,8 @@ class LinearMap(nnx.Module):
     @property
     def weights(self) -> Weights:
         if isinstance(self.kernel, QuantizedKernel):
-            return Weights(self.kernel.dequantized(), self.num_inputs)
-        return Weights(self.kernel[...], self.num_inputs, streamed(within_layer(self.kernel), current()))
+            return Weights(self._kernel, self.num_inputs)
+        return Weights(self._kernel, self.num_inputs, streamed(self._dims, current()))
 
     @property
     def floats(self) -> nnx.Param:
@@ -173,6 +191,18 @@ class LinearMap(nnx.Module):
         """The index of the kernel's last input dim, which `Quantized` divides into groups."""
         dims = self.floats.get_metadata()["dims"]
         return sum(dim in STACKED for dim in dims) + self.num_inputs - 1
+
+    @property
+    def _kernel(self) -> jax.Array:
+        """The kernel in floats, as a layer has it."""
+        return self.kernel.dequantized() if isinstance(self.kernel, QuantizedKernel) else self.kernel[...]
+
+    @property
+    def _dims(self) -> tuple[str, ...]:
+        """The names of the kernel's dims within a layer."""
+        if isinstance(self.kernel, QuantizedKernel):
+            return tuple(dim for dim in self.kernel.dims if dim != "layers")
+        return within_layer(self.kernel)
 
     def quantize(self, how: Quantized) -> None:
         """Stores the kernel as codes."""
@@ -222,10 +252,13 @@ class Projection(LinearMap):
         self.expand = LinearMap(expand, 1)
 
     def finish(self, y: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
-        """Multiplies by the second factor, if there is one, and adds the bias.
+        """Multiplies by DoRA's magnitudes or by the second factor, if there are any, and adds the bias.
 
         `row_parallel` does so after the sum over shards, so that the bias counts once, and fewer bytes are summed.
         """
+        stretch = self.lora and self.lora.stretch(self._kernel, self._dims)
+        if stretch is not None:
+            y = y * stretch.astype(y.dtype)
         if self.expand is not None:
             y = linear.product(y, self.expand.weights)
         return y if self.bias is None else y + self.bias[...]

@@ -19,7 +19,9 @@ from meshpar.partition.stack import Own, Stack, is_literal
 LAYERS = "layers"
 JIT = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _CALLS = JIT | {"checkpoint", "remat", "remat2", "custom_jvp_call"}
-_OF_EACH_NUMBER = {"convert_element_type", "copy", "neg", "mul", "add", "sub", "div"}
+_OF_EACH_NUMBER = {
+    "convert_element_type", "copy", "neg", "mul", "add", "sub", "div", "max", "square", "sqrt", "stop_gradient",
+}  # fmt: skip
 """Operations that compute each number of a result alone, so that each layer can compute its own row of a stack."""
 
 
@@ -171,17 +173,17 @@ class Origins:
             return None
         if any(x is None and not _is_number(u) for x, u in zip(operands, eqn.invars, strict=True)):
             return None
-        found = [x for x in operands if x is not None]
+        owns = {own: row for x in operands if x is not None for own, row in zip(x.owns, x.rows, strict=True)}
 
         def made(*rows: Any) -> Any:
-            left = iter(rows)
+            by_own = dict(zip(owns, rows, strict=True))
             given = [
-                _number(u) if x is None else x.made(*(next(left) for _ in x.owns))
+                _number(u) if x is None else x.made(*(by_own[own] for own in x.owns))
                 for x, u in zip(operands, eqn.invars, strict=True)
             ]
             return eqn.primitive.bind(*given, **(params or {}))
 
-        return Origin(tuple(o for x in found for o in x.owns), tuple(r for x in found for r in x.rows), made)
+        return Origin(tuple(owns), tuple(owns.values()), made)
 
     def _of_list(self, parts: Sequence[Any]) -> Origin | None:
         """A stack of parameters of single layers, or of what is made of each of them alone."""
@@ -227,6 +229,8 @@ def _params_of_row(eqn: Any) -> dict[str, Any] | None:
     if name == "broadcast_in_dim" and len(eqn.invars) == 1 and params["broadcast_dimensions"][:1] == (0,):
         dims = tuple(place - 1 for place in params["broadcast_dimensions"][1:])
         return params | {"shape": params["shape"][1:], "broadcast_dimensions": dims}
+    if name == "reduce_sum" and 0 not in params["axes"]:
+        return params | {"axes": tuple(place - 1 for place in params["axes"])}
     if name == "dot_general":
         contracted, batch = params["dimension_numbers"]
         if all(places[:1] == (0,) for places in map(tuple, batch)):

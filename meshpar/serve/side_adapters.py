@@ -85,9 +85,14 @@ def open_adapters(source: Source, folders: Mapping[str, Path]) -> OpenedAdapters
             problems.add(f"--adapter {name}={folder}", "is no folder with an adapter_config.json")
             continue
         try:
-            read.append(adapter_params(folder, source.model, source.folder))
+            adapter = adapter_params(folder, source.model, source.folder)
         except CheckpointError as error:
             problems.add(f"--adapter {name}={folder}", str(error))
+            continue
+        if adapter.has_magnitudes:
+            what = "has magnitudes of DoRA, which scale the whole matrix and not its update"
+            problems.add(f"--adapter {name}={folder}", what, "merge it: serve its folder alone")
+        read.append(adapter)
     problems.raise_any(CheckpointError, "the adapters do not fit the model:")
     return OpenedAdapters(tuple(folders), tuple(read))
 

@@ -84,12 +84,21 @@ MODELS = {
     ),
     "llama_experts_lora": Llama(**SIZES, experts=DROPLESS),
     "llama_lora": Llama(**SIZES),
+    "llama_dora": Llama(**SIZES),
     "llama_frozen": Llama(**SIZES),
 }
 
 
 ADAPT = {
     "llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down")),
+    "llama_dora": LoRA(
+        rank=2,
+        paths=("blocks.attn.*", "blocks.mlp.down"),
+        rank_pattern={"blocks.mlp.*": 3},
+        alpha_pattern={"blocks.attn.q": 5},
+        use_rslora=True,
+        use_dora=True,
+    ),
     "llama_experts_lora": LoRA(rank=2, paths=("blocks.attn.q", "blocks.mlp.experts.*", "blocks.mlp.shared.down")),
 }
 FREEZE = {"llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.*", "embedding")),)}

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from meshpar.mesh.layout import MeshLayout
+from meshpar.nn import dora
 from meshpar.nn.lora import is_lora
 from meshpar.parallel.context import ParallelContext, manual_axes
 from meshpar.parallel.linear import Adapter
@@ -19,11 +20,22 @@ from meshpar.tree import flatten_with_paths
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
 LAYOUT = "data2_fsdp2_tensor2"
+SLOW = [pytest.mark.slow]
 
 
-def test_lora_is_equal_to_one_device_and_changes_only_its_own_parameters():
-    run = prepared("llama_lora", LAYOUT, "manual", 4)
-    want = on_one_device("llama_lora")
+@pytest.mark.parametrize(
+    ("model", "layout", "lowering"),
+    [
+        pytest.param(
+            model, layout, lowering, marks=[] if (model, layout, lowering) == ("llama_dora", LAYOUT, "manual") else SLOW
+        )
+        for model in ("llama_lora", "llama_dora")
+        for layout, lowering in ((LAYOUT, "manual"), (LAYOUT, "auto"), ("tensor4_sp", "manual"), ("zero3", "manual"))
+    ],
+)
+def test_lora_is_equal_to_one_device_and_changes_only_its_own_parameters(model, layout, lowering):
+    run = prepared(model, layout, lowering, 4)
+    want = on_one_device(model)
     got = outcome(run)
     assert got.difference(want) < 1e-10
     assert all(map(is_lora, flatten_with_paths(got.gradients)))
@@ -33,8 +45,10 @@ def test_lora_is_equal_to_one_device_and_changes_only_its_own_parameters():
 
 
 @pytest.mark.slow
-def test_lora_under_gspmd_is_equal_to_one_device():
-    assert outcome(prepared("llama_lora", LAYOUT, "auto", 4)).difference(on_one_device("llama_lora")) < 1e-10
+def test_planted_norms_of_a_shard_are_seen(monkeypatch):
+    """A row-parallel kernel has a shard of its inputs: DoRA's norms are sums over the devices of `tensor`."""
+    monkeypatch.setattr(dora, "_squares", lambda kernel, inputs, axes: jnp.square(kernel).sum(inputs))
+    assert outcome(prepared("llama_dora", LAYOUT, "manual", 4)).difference(on_one_device("llama_dora")) > 1e-4
 
 
 STAGES = {
@@ -61,7 +75,7 @@ def in_stages(model, mesh):
         pytest.param(
             model, mesh, marks=[] if (model, mesh) == ("llama_lora", "pipe2_fsdp2_tensor2") else pytest.mark.slow
         )
-        for model in ("llama", "llama_lora", "llama_frozen")
+        for model in ("llama", "llama_lora", "llama_dora", "llama_frozen")
         for mesh in STAGES
     ],
 )

@@ -27,8 +27,8 @@ LAYOUTS = ["data2_fsdp2_tensor2", "tensor4_sp"]
 
 
 def gradients(model: Llama, layout: str | None, lowering: str, params: Any = None) -> tuple[Any, Any]:
-    """The loss and the gradients of a model with LoRA, and its parameters."""
-    run = prepared("llama_lora", layout, lowering, 1, fields={"weights": model.weights})
+    """The loss and the gradients of a model with DoRA, whose norms are those of the codes, and its parameters."""
+    run = prepared("llama_dora", layout, lowering, 1, fields={"weights": model.weights})
     placed = run.placement.structs.params
     if params is None:
         rng = np.random.default_rng(3)

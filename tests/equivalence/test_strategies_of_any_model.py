@@ -241,35 +241,49 @@ def products_in(number_format, name):
 # What is trained ----------------------------------------------------------------------------------------------------
 
 
-def lora(name):
-    made = adopted(name, "cube", lora={"rank": 2, "alpha": 4, "paths": KERNELS[name]}, tx=optax.sgd(RATE))
+def lora(name, layout="cube", **keys):
+    settings = {"rank": 2, "alpha": 4, "paths": KERNELS[name]} | keys
+    made = adopted(name, layout, lora=settings, tx=optax.sgd(RATE))
     # `b` begins at zero, so the gradient of `a` is zero in the first step, and not in the second.
     start = jax.device_get(made.compile_init()().params)
     _, state = trained(made, name)
 
     def merged(trained, batch):
-        return plain_loss(name)(_merged(_with(start, trained)), batch)
+        scale = 4 / settings["rank"] ** (0.5 if keys else 1)
+        return plain_loss(name)(_merged(_with(start, trained), scale), batch)
 
     first = {path: x for path, x in flatten_with_paths(start).items() if ".lora." in path}
+    assert any(path.endswith(".magnitude") for path in first) == bool(keys)
     _, expected = by_hand(name, loss=merged, params=first)
     assert difference(state.params, _with(start, expected)) < EXACT
-    assert difference(first, expected) > EXACT
+    assert all(difference(first[path], x) > EXACT for path, x in expected.items())
+
+
+def dora(name, layout="cube"):
+    """Also with a rank by a pattern, and with the scale alpha / sqrt(rank)."""
+    lora(name, layout, rank=3, rank_pattern={"**": 3}, use_rslora=True, use_dora=True)
 
 
 def _with(tree, leaves):
     return map_with_path(lambda path, x: leaves.get(path, x), tree)
 
 
-def _merged(tree):
-    """The kernels, stacks of matrices or single ones, with `alpha / rank = 2` times their updates."""
+def _merged(tree, scale):
+    """The kernels, stacks of matrices or single ones, with `scale` times their updates, and the norms of DoRA."""
     merged = {}
     for name, child in tree.items():
         if name != "lora":
-            merged[name] = _merged(child) if isinstance(child, dict) else child
+            merged[name] = _merged(child, scale) if isinstance(child, dict) else child
     for name, update in tree.get("lora", {}).items():
         a, b = update["a"], update["b"]
         columns = b.reshape(*b.shape[: a.ndim - 1], -1)
-        merged[name] = merged[name] + 2 * (a @ columns).reshape(merged[name].shape)
+        own = merged[name].reshape((a @ columns).shape)
+        changed = own + scale * (a @ columns)
+        if "magnitude" in update:
+            norm, norm_changed = (jnp.linalg.norm(x, axis=-2, keepdims=True) for x in (own, changed))
+            norms = norm + update["magnitude"].reshape(norm.shape)
+            changed = changed * norms / jax.lax.stop_gradient(norm_changed)
+        merged[name] = changed.reshape(merged[name].shape)
     return merged
 
 
@@ -482,7 +496,7 @@ STRATEGIES: dict[str, tuple[Callable[[str], None], str | None]] = {
     "master copy": (master_copy, "gshard"),
     "products in int8": (partial(products_in, "int8"), "vit"),
     "products in fp8": (partial(products_in, "fp8"), "gshard"),
-    "LoRA": (lora, "gshard"),
+    "LoRA": (lora, None),
     "frozen by path": (frozen, "gshard"),
     "average of parameters": (average, "gshard"),
     "pruning": (pruning, "gshard"),
@@ -502,6 +516,7 @@ STRATEGIES: dict[str, tuple[Callable[[str], None], str | None]] = {
     "recomputation by names": (remat_by_names, "gshard"),
     "DiLoCo in fragments": (diloco_in_fragments, "gshard"),
     "stored in bfloat16": (stored_in_bfloat16, None),
+    "DoRA": (dora, "gshard"),
 }
 """Strategy -> its test, and the model, if any, with which CI tries every second one."""
 MODELS = ("vit", "t5", "gshard")
@@ -534,6 +549,12 @@ def test_a_strategy_acts_as_its_theory_says(name, strategy):
         return
     with pytest.raises((ConfigError, ShardingError), match=REFUSED[name, strategy]):
         check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data8", "expert4"])
+def test_dora_on_other_meshes_is_that_by_hand(layout):
+    dora("gshard", layout)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""LoRA's updates are added to a stack of kernels one layer at a time, in the loop over layers."""
+"""LoRA's updates and the norms of DoRA are made one layer at a time, in the loop over layers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ def loss(params, batch, key):
 def by_hand(params, num_steps):
     """`params` has a tree `lora`, of which alone there are gradients. `alpha / rank` is 2."""
 
+    def adapted(kernel, update):
+        changed = kernel + 2 * update["a"] @ update["b"]
+        norm, norm_changed = (jnp.linalg.norm(x, axis=1) for x in (kernel, jax.lax.stop_gradient(changed)))
+        return changed * ((norm + update["magnitude"]) / norm_changed)[:, None]
+
     def merged(lora):
-        return loss({name: params[name] + 2 * lora[name]["a"] @ lora[name]["b"] for name in DIMS}, BATCH, None)
+        return loss({name: adapted(params[name], lora[name]) for name in DIMS}, BATCH, None)
 
     lora = params["lora"]
     for _ in range(num_steps):
@@ -45,7 +50,7 @@ def by_hand(params, num_steps):
 
 
 def trained():
-    lora = {"rank": RANK, "alpha": 2 * RANK, "paths": list(DIMS)}
+    lora = {"rank": RANK, "alpha": 2 * RANK, "paths": list(DIMS), "use_dora": True}
     made = training(
         init, loss, optax.sgd(RATE), BATCH, mesh="fsdp=4 tensor=2", rules=["fsdp", "megatron"], dims=DIMS, lora=lora
     )

@@ -1,0 +1,54 @@
+"""What LoRA and DoRA do not adapt is an error that names the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshpar import ConfigError, Run, prepare
+
+SIZES: dict[str, Any] = {"kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32}
+NONE = "matches none of the projections that `lora.paths` adapts"
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a pattern beside the paths": (
+        {"rank_pattern": {"blocks.mlp.*": 2}}, {},
+        f"lora.rank_pattern\n    'blocks.mlp.*' {NONE}\n    add it to lora.paths",
+    ),
+    "a pattern with a typo": (
+        {"alpha_pattern": {"blocks.attn.p": 2}}, {},
+        f"lora.alpha_pattern\n    'blocks.attn.p' {NONE}\n    did you mean",
+    ),
+    "experts": (
+        {"use_dora": True, "paths": ["blocks.**"]},
+        {"model": SIZES | {"experts": {"num": 4, "per_token": 2, "intermediate_size": 8}}},
+        "lora.use_dora\n    blocks.mlp.experts.down, blocks.mlp.experts.gate, blocks.mlp.experts.up: kernels",
+    ),
+    "factors": (
+        {"use_dora": True, "paths": ["blocks.mlp.*"]},
+        {"model": SIZES | {"low_rank": [{"path": "blocks.mlp.up", "rank": 4}]}},
+        "lora.use_dora\n    blocks.mlp.up: kernels of experts, and factors of a kernel, are adapted without",
+    ),
+    "chunks": (
+        {"use_dora": True}, {"parallel": {"fsdp": {"overlap": "ring"}}},
+        "lora.use_dora\n    the norms of DoRA need whole kernels, of which the overlap gathers chunks",
+    ),
+    "a rank of zero": ({"rank_pattern": {"blocks.attn.q": 0}}, {}, "lora.rank_pattern"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_adapted_is_refused_by_its_key(case):
+    lora, changes, message = WRONG[case]
+    settings: dict[str, Any] = {
+        "model": SIZES, "data": {"kind": "synthetic"}, "optim": {"kind": "adamw", "lr": 1e-3}, "num_steps": 1,
+        "run_dir": "unused", "mesh": {"fsdp": 4, "tensor": 2}, "rules": ["fsdp", "megatron"],
+    }  # fmt: skip
+
+    def prepared() -> None:
+        run = Run.model_validate(settings | changes | {"lora": lora})
+        prepare(run, run.mesh.abstract())
+
+    with pytest.raises(ConfigError) as raised:
+        prepared()
+    assert message in str(raised.value)
