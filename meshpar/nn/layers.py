@@ -27,6 +27,7 @@ from meshpar.parallel.context import constrain, current, manual, manual_axes, pl
 from meshpar.parallel.data import streamed
 from meshpar.parallel.linear import Adapter, Weights
 from meshpar.parallel.precision import wide
+from meshpar.parallel.xla import recomputed
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
 
@@ -307,7 +308,7 @@ def silu_product(gate: Float[Array, "*rest"], up: Float[Array, "*rest"]) -> Floa
 
 
 def _silu_product_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gate, up, grad = jax.lax.optimization_barrier((*saved, grad))
+    gate, up, grad = recomputed((*saved, grad))
     sigmoid = jax.nn.sigmoid(gate)
     return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
 

@@ -36,7 +36,7 @@ from meshpar.parallel.context import constrain, current, planned, platform
 from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 from meshpar.parallel.projection import Projection
-from meshpar.parallel.unrolling import is_unrolled
+from meshpar.parallel.xla import is_unrolled
 
 Batch = dict[str, Int[Array, "..."] | Bool[Array, "..."]]
 

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from meshpar.errors import ConfigError
 from meshpar.inspection.program.compiling import compiling
 from meshpar.parallel.trainable import as_in, filled
+from meshpar.parallel.xla import without_copy
 from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
@@ -100,8 +101,7 @@ class Update:
         params = jax.lax.with_sharding_constraint(jax.tree.map(partial(jnp.where, is_finite), params, old), sharded)
         moments = state.opt_state
         if platform_of(jax.tree.leaves(sharded)[0].mesh) == "cpu":
-            # XLA:CPU computes the new parameters from the old moments, and would copy these to overwrite them first.
-            params, is_finite, moments = jax.lax.optimization_barrier((params, is_finite, moments))
+            params, is_finite, moments = without_copy((params, is_finite, moments))
             if self.is_elementwise:
                 # Else it would store the new moments with which it computes parameters, and read them to select.
                 _, opt_state = updated(got.grads, moments)

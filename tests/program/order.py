@@ -2,7 +2,7 @@
 
 XLA:CPU begins the collectives of a computation in its order, each when its operands are known. A loop counts as begun
 while it runs. So the first collective after it has to need a result of it, or the two may meet in another order on each
-device. See `meshpar.parallel.in_turn`. Barriers order nothing: they are followed through to each array.
+device. See `meshpar.parallel.xla`. Barriers order nothing: they are followed through to each array.
 """
 
 from __future__ import annotations

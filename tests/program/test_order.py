@@ -46,6 +46,6 @@ def test_planted_documents_that_are_sent_before_the_layers_are_seen(monkeypatch)
 
 
 def test_planted_conditions_that_wait_for_nothing_are_seen(monkeypatch):
-    """This program hangs, see `tests/process/test_in_turn.py`."""
-    monkeypatch.setattr(execute, "after", lambda number, results: number)
+    """This program hangs, see `tests/process/test_xla_order.py`."""
+    monkeypatch.setattr(execute, "in_order", lambda number, results: number)
     assert ("conditional", "conditional") in early("pipeline")

@@ -28,6 +28,7 @@ from meshpar.nn.attention.block_pairs import BlockGrid, Grids
 from meshpar.nn.attention.core import causal_window
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide, wide_dtype
+from meshpar.parallel.xla import not_before
 
 UNROLLED_PAIRS = 3
 """A table of at most so many pairs, as that of two blocks, is no loop. A loop fills its carry with zeros, and cuts
@@ -197,16 +198,8 @@ def _for_each(step: Callable[[Any, jax.Array], tuple[Any, None]], carry: Any, q:
     """The carry after the pairs of a table, which needs no loop if it is short."""
     if len(pairs) <= UNROLLED_PAIRS:
         return lax.scan(step, carry, pairs, unroll=True)[0]
-    return lax.scan(step, carry, _after(q, pairs))[0]
-
-
-def _after(q: jax.Array, pairs: Int[Array, "P 4"]) -> Int[Array, "P 4"]:
-    """Makes the table depend on q.
-
-    Otherwise JAX computes all masks before the loop over layers, because they depend on no layer, and stores one
-    element for each score.
-    """
-    return lax.optimization_barrier((pairs, q.reshape(-1)[0]))[0]
+    # Else JAX computes all masks before the loop over layers, and stores one element for each score.
+    return lax.scan(step, carry, not_before(pairs, q.reshape(-1)[0]))[0]
 
 
 def _visible(grids: Grids, pair, met: Meeting) -> Bool[Array, "B s t"]:

@@ -30,8 +30,8 @@ from meshpar.nn.attention.core import Documents
 from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.remat import named
-from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying_like
+from meshpar.parallel.xla import in_order, not_before, recomputed
 
 Run = Callable[[Grids, jax.Array, Tokens, Any], Any]
 """(grids, table, keys, carry) -> carry, after the pairs of the table."""
@@ -138,11 +138,11 @@ class Shards:
         """The documents of this shard's keys, which are sent only when x is known.
 
         They depend on no layer. JAX would send them round the ring in a loop of its own, before the layers, and XLA:CPU
-        would start other messages while that loop runs, see `in_turn`.
+        would start other messages while that loop runs, see `in_order`.
         """
         if not self.tables.hops:
             return segments
-        return after(lax.optimization_barrier((segments, x))[0], x)
+        return in_order(not_before(segments, x), x)
 
     def _gather(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         gathered = jax.tree.map(lambda x: lax.all_gather(x, self.axes, axis_index_groups=self.groups), keys)
@@ -265,13 +265,12 @@ def _attend_backward(shards: Shards, saved, grads):
     q, k, v, documents, window, out, log_mass = saved
     grad, _ = grads
     window = None if window is None else jnp.asarray(window)  # JAX returns a saved constant as a NumPy scalar
-    # Otherwise XLA:CPU transposes them in the forward, and holds both forms until here.
-    q, k, v, out, grad = lax.optimization_barrier((q, k, v, out, grad))
+    q, k, v, out, grad = recomputed((q, k, v, out, grad))  # else XLA:CPU transposes them in the forward, too
     queries = shards.tokens(shards.rank, documents.queries)
     known = backward_of(out, log_mass, grad)
 
     # Otherwise XLA:CPU fills the zeros of all layers when the step begins.
-    zero = after(jnp.int32(0), grad).astype(log_mass.dtype)
+    zero = in_order(jnp.int32(0), grad).astype(log_mass.dtype)
 
     def zeros(x: jax.Array) -> jax.Array:
         return varying_like(jnp.broadcast_to(zero, x.shape), q)

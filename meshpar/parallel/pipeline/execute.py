@@ -21,7 +21,6 @@ from jax import lax
 from meshpar.collectives.permute import permute
 from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual
-from meshpar.parallel.in_turn import after
 from meshpar.parallel.local import varying, zeros_of
 from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.conditional import run_if, taken_scope
@@ -34,6 +33,7 @@ from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTab
 from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.precision import wide
 from meshpar.parallel.trainable import as_in, filled
+from meshpar.parallel.xla import in_order
 
 Sums = tuple[Any, Any]
 
@@ -219,8 +219,8 @@ class _Stage:
         slots = slots._replace(entries=entries, residuals=residuals, shares=shares)
         out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
         slots = slots._replace(stash=stash, sums=sums)
-        layers = self._if("W", row._replace(kind=after(row.kind, out)), self._weights, slots.layers, slots)
-        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row, after(pattern, layers))), None
+        layers = self._if("W", row._replace(kind=in_order(row.kind, out)), self._weights, slots.layers, slots)
+        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row, in_order(pattern, layers))), None
 
     def _forward_tick(self, carry: Any, tick: tuple[TableRow, jax.Array]) -> tuple[Any, None]:
         rows, pattern = tick
@@ -234,7 +234,7 @@ class _Stage:
         out, _, _, shares = self._if("F", row, self._forward, (self.x, nothing[1:], nothing, shares), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
         sums = run_if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
-        return (self._send(inbox, out, row, after(pattern, sums)), sums, shares), None
+        return (self._send(inbox, out, row, in_order(pattern, sums)), sums, shares), None
 
     def _send(self, inbox: Any, out: Any, row: TableRow, pattern: jax.Array) -> Any:
         """Sends the outputs that other stages need; each stage stores messages in the slots of its row.

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.context import ParallelContext, platform
-from meshpar.parallel.in_turn import after
+from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.conditional import run_if
@@ -21,6 +20,7 @@ from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in
 from meshpar.parallel.trainable import filled, frozen_in
+from meshpar.parallel.xla import run_in_order
 
 Typed = Callable[[Any], Any]
 
@@ -118,9 +118,7 @@ class StageLayers:
             indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
             return lax.scan(step, carry, indices, reverse=reverse, unroll=min(self.parts.unroll, indices.size))[0]
 
-        if platform() != "cpu":
-            return run_all(carry)
-        return run_if(after(jnp.int32(1), carry) == 1, run_all, carry, taken=(1, 1))
+        return run_in_order(run_all, carry)
 
     def of(self, layers: Any, place: jax.Array) -> Any:
         row = varying(self.rows[place], self.axes)

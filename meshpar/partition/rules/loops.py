@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import platform
-from meshpar.parallel.unrolling import is_unrolled
+from meshpar.parallel.xla import is_unrolled
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Deferred, Placed, Scope
 from meshpar.partition.program import Use

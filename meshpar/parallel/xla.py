@@ -1,0 +1,90 @@
+"""What XLA does otherwise than a reader of the code expects, most of it on CPUs, and what meshpar does about it.
+
+Each function says what happens without it. All of it was seen with jax 0.10.2 to 0.11, and a test plants each: the
+orders of collectives in `tests/program/test_order.py` and `tests/process/test_xla_order.py`, memory and FLOPs in
+`tests/program` and `tests/equivalence/test_unroll.py`. A program for GPUs or TPUs has only the barriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.parallel.context import manual, platform
+from meshpar.parallel.pipeline.conditional import run_if
+
+T = TypeVar("T")
+UNROLLED_WEIGHTS = 2**17
+UNROLLED_LAYERS = 16
+
+
+def in_order(number: jax.Array, results: Any) -> jax.Array:
+    """`number`, integers of any shape, which on CPUs is known only when the first of `results` is.
+
+    XLA:CPU begins the collectives of a program in the same order on every device. But a conditional counts as begun
+    while its branch still computes what its collectives send, and a loop while it runs. A later collective that needs
+    no result of it may then run first, on some devices only. Equal collectives are told apart by their order alone, so
+    devices wait for each other forever, or mix up their data. A later collective waits if what it sends is computed
+    from a result of the earlier one; in a conditional, if the condition is.
+
+    Only the manual lowering makes it wait. A barrier orders nothing, and no compiler can know that the minimum is 0.
+    """
+    leaves = jax.tree.leaves(results)
+    if manual() is None or platform() != "cpu" or not leaves:
+        return number
+    is_negative = leaves[0][(0,) * leaves[0].ndim] < 0
+    return number + jnp.minimum(is_negative.astype(number.dtype), 0)
+
+
+def run_in_order(run: Callable[[Any], Any], carry: Any) -> Any:
+    """`run(carry)`, a loop whose collectives on CPUs begin only when the carry is known, see `in_order`.
+
+    Nothing that a loop sends can be computed from its whole carry. So it stands in a branch that is always taken.
+    """
+    if platform() != "cpu":
+        return run(carry)
+    return run_if(in_order(jnp.int32(1), carry) == 1, run, carry, taken=(1, 1))
+
+
+def recomputed(saved_and_grad: T) -> T:
+    """What a backward saved, and the gradient that it waits for.
+
+    Without the barrier XLA computes parts of the backward in the forward, where it finds the same operations, and holds
+    their results until the gradient is there. XLA:CPU needs `ParallelContext.compiler_options`, too.
+    """
+    return lax.optimization_barrier(saved_and_grad)
+
+
+def not_before(value: T, result: jax.Array) -> T:
+    """`value`, which is computed after `result`, and not before the loop in which `result` is.
+
+    JAX moves what depends on no layer out of the loop over layers, and stores all of it.
+    """
+    return lax.optimization_barrier((value, result))[0]
+
+
+def without_copy(values: T) -> T:
+    """Values that belong to one moment: new parameters, and the old moments that they were computed from.
+
+    XLA:CPU would overwrite the one before the last use of the other, and copy it for that use.
+    """
+    return lax.optimization_barrier(values)
+
+
+def is_unrolled(platform: str | None, weights: int, num_layers: int, recomputes: bool) -> bool:
+    """Whether a step is faster without a loop over layers.
+
+    On CPUs a loop copies the parameters of each layer and keeps XLA from fusing layers. The loop stays if layers are so
+    small that it costs little, if they are so many that compiling takes long, and with remat, because layers without a
+    loop need a tenth more memory. On GPUs and TPUs a loop reads parameters in place, and its program stays small.
+
+    Args:
+      weights: of a layer.
+      recomputes: whether the backward recomputes activations.
+    """
+    is_worth_it = weights >= UNROLLED_WEIGHTS and num_layers <= UNROLLED_LAYERS
+    return platform == "cpu" and is_worth_it and not recomputes
