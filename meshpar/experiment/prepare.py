@@ -36,6 +36,7 @@ from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
 from meshpar.optim.base import Matrix
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, thawing
+from meshpar.optim.frozen_layers import LAYERS, check_frozen_rows, frozen_rows, on_trained_rows
 from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import stored_in
@@ -186,7 +187,11 @@ class Prepared(Training):
         """Path -> what updates the parameter, and whether its weight decays, as text."""
         never = for_good(self.frozen)
         kinds = dict(zip(flatten_with_paths(self.specs), jax.tree.leaves(self.kinds), strict=True))
-        return {path: "frozen" if path in never else self.run.optim.describe(kind) for path, kind in kinds.items()}
+        found = {path: "frozen" if path in never else self.run.optim.describe(kind) for path, kind in kinds.items()}
+        for path, rows in flatten_with_paths(self.frozen_rows or {}).items():
+            if rows and path not in never:
+                found[path] += f"; {sum(rows.frozen)} of {len(rows.frozen)} layers frozen"
+        return found
 
     @property
     def about(self) -> CheckpointMetadata:
@@ -314,7 +319,9 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         init = model.init
         model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
-    tx = _optimizer(run, specs, frozen, wrapping, kinds)
+    rows = frozen_rows(run.freeze, specs)
+    check_frozen_rows(rows, ctx.stage_axes or ctx.axes(LAYERS), run.prune is not None)
+    tx = _optimizer(run, specs, frozen, rows, wrapping, kinds)
     taught_by = _teacher(run, run.distill, mesh) if run.distill else None
     local = run.parallel.local
     prepared = Prepared(
@@ -329,6 +336,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         has_own_arrays=model.has_own_arrays,
         is_of_whole_arrays=model.is_of_whole_arrays,
         frozen=frozen,
+        frozen_rows=rows,
         update=Update(
             tx,
             run.optim.clip_norm,
@@ -379,15 +387,18 @@ def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
     return replace(by_use, is_table=by_use.is_table or by_name.is_table)
 
 
-def _optimizer(run: Run, specs: Any, frozen: Any, wrapping: Wrapping, kinds: Any) -> optax.GradientTransformation:
+def _optimizer(
+    run: Run, specs: Any, frozen: Any, rows: Any, wrapping: Wrapping, kinds: Any
+) -> optax.GradientTransformation:
     """The optimizer of all parameters that are not frozen for good.
 
     Args:
+      rows: see `frozen_rows`.
       kinds: see `Prepared`.
     """
     never = for_good(frozen)
     trained = without(kinds, never)
-    tx = run.optim.build(run.num_steps, trained, thawing(frozen))
+    tx = on_trained_rows(run.optim.build(run.num_steps, trained, thawing(frozen)), rows)
     return wrapping.of(tx, without(specs, never), trained)
 
 

@@ -17,6 +17,7 @@ from meshpar.nn.lora import LoRA, is_lora
 from meshpar.optim import elementwise
 from meshpar.optim.base import Descent
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, thawing
+from meshpar.optim.frozen_layers import LAYERS, check_frozen_rows, frozen_rows, on_trained_rows
 from meshpar.optim.pruning import Prune, Pruning
 from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.checks import check_float64
@@ -94,6 +95,9 @@ class Options:
         if local and local.growth is not None:
             what = "rounds grow by the learning rate, which an Optax transformation does not tell"
             problems.add(f"{KEY}.growth", what, f"{KEY}.growth=null, or tx=meshpar.optim.AdamW(lr=...)")
+        if any(one.layers for one in self.freeze):
+            what = "the optimizer gets some rows of each stack, and line searches would get functions of whole stacks"
+            problems.add("freeze.layers", what, "no layers, or tx=meshpar.optim.AdamW(lr=...)")
         if any(one.until for one in self.freeze):
             what = "the moments of a parameter that thaws begin at zero, for which an Optax transformation is no help"
             problems.add("freeze.until", what, "no until, or tx=meshpar.optim.AdamW(lr=...)")
@@ -116,11 +120,18 @@ class Options:
             freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
         return frozen_until(freeze, specs, self.num_steps or sys.maxsize) if freeze else None
 
-    def update(self, specs: Any, frozen: Any, kinds: Any) -> Update:
+    def frozen_rows(self, specs: Any, ctx: ParallelContext) -> Any:
+        """Which layers of stacks are frozen; None if none is."""
+        rows = frozen_rows(self.freeze, specs)
+        check_frozen_rows(rows, ctx.stage_axes or ctx.axes(LAYERS), self.wrapping.prune is not None)
+        return rows
+
+    def update(self, specs: Any, frozen: Any, rows: Any, kinds: Any) -> Update:
         """The optimizer of the parameters that are not frozen for good.
 
         Args:
           specs: tree of `ArraySpec`.
+          rows: see `frozen_rows`.
           kinds: the same of `Matrix`; None if nothing needs it.
         """
         never = for_good(frozen)
@@ -134,7 +145,7 @@ class Options:
         else:
             structs = jax.tree.map(lambda spec: spec.struct, without(specs, never))
             is_elementwise = self.wrapping.is_elementwise and elementwise.is_elementwise(tx, structs)
-        tx = self.wrapping.of(tx, without(specs, never), trained)
+        tx = self.wrapping.of(on_trained_rows(tx, rows), without(specs, never), trained)
         return Update(tx, clip_norm, rate, self.wrapping.dtype, is_elementwise=is_elementwise)
 
     def rounds(self, ctx: ParallelContext) -> Rounds | None:

@@ -144,7 +144,7 @@ def training(
         `precision.matmul` of a config says. Weights with a dim `vocab`, `positions`, `experts` or `router` are not.
       num_steps: the steps of the whole training, on which local updates, pruning and schedules depend.
       lora: adds low-rank matrices to the kernels that its `paths` match, and freezes all other parameters.
-      freeze: globs of parameters that are not trained; or `Freeze(paths=..., until=100)`.
+      freeze: globs of parameters that are not trained; or `Freeze(paths=..., until=100)`, or `Freeze(layers="0:8")`.
       prune: sets weights to zero by a schedule, `{"kind": "n_of_m", "paths": "**.kernel"}`.
       clip_norm: the largest global norm of the gradients; None for no limit.
       ema: the decay of an average of the parameters, which evaluations use; see `averaged`.
@@ -223,7 +223,8 @@ def training(
         specs, kinds, first = adapters.specs(specs), adapters.kinds(kinds), adapters.init(first)
         sums, evaluated = adapters.loss(sums), evaluated and adapters.loss(evaluated)
         rules = with_rank(rules)
-    frozen = given.frozen(specs)
+    ctx = replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs)))
+    frozen, rows = given.frozen(specs), given.frozen_rows(specs, ctx)
     made = Training(
         specs=specs,
         init=first,
@@ -231,12 +232,13 @@ def training(
         init_carried=arrays_of(carried, axes) if carried else lambda key: {},
         loss=sums,
         evaluation=evaluated,
-        update=given.update(specs, frozen, kinds),
+        update=given.update(specs, frozen, rows, kinds),
         batch_specs=arrays,
-        ctx=replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs))),
+        ctx=ctx,
         key=key,
         seed=seed,
         frozen=frozen,
+        frozen_rows=rows,
         is_offloaded=offload_optimizer,
         rounds=given.rounds(ctx),
         is_of_whole_arrays=not manual,

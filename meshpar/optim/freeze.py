@@ -7,14 +7,16 @@ gradient and no optimizer state, and no reduction includes it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
+import pydantic
 
-from meshpar.config import Coerced, Config, Positive
+from meshpar.config import Coerced, Config, Positive, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.parallel.trainable import as_in, without
 from meshpar.tree import flatten_with_paths, map_with_path, matching
@@ -32,10 +34,25 @@ class Freeze(Config):
     """
 
     shorthand: ClassVar = "paths"
-    paths: Coerced[tuple[str, ...], list[str] | str]
+    paths: Coerced[tuple[str, ...], list[str] | str] = default(("**",))
     """Globs over parameter paths: `*` matches between dots, `**` anything. The layers of a stack are one parameter."""
+    layers: str | None = None
+    """The layers of a stack that are frozen, as a slice: `0:8`, `:-4`. Default: all. Other parameters than those of
+    layers are not frozen then."""
     until: Positive | None = None
     """Number of steps for which the parameters are frozen. Default: the whole run."""
+
+    @pydantic.field_validator("layers")
+    @classmethod
+    def _is_slice(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(-?\d{1,9})?:(-?\d{1,9})?", value):
+            raise ValueError("must be a slice, such as 0:8, 8: or :-4")
+        return value
+
+    @property
+    def rows(self) -> slice:
+        """The layers as a slice of a stack."""
+        return slice(*(int(part) if part else None for part in (self.layers or ":").split(":")))
 
 
 def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
@@ -52,6 +69,8 @@ def frozen_until(freeze: Sequence[Freeze], params: Any, num_steps: int) -> Any:
     problems = Problems()
     steps = dict.fromkeys(flatten_with_paths(params), 0.0)
     for i, entry in enumerate(freeze):
+        if entry.layers is not None:
+            continue  # see `frozen_layers`
         length = math.inf if entry.until is None else entry.until
         if entry.until is not None and entry.until >= num_steps:
             what = f"{entry.until} is not below num_steps = {num_steps}: the parameters would never be trained"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.optim.freeze import for_good, thawed
+from meshpar.optim.frozen_layers import without_frozen_rows
 from meshpar.parallel import data
 from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.buckets import order_of
@@ -35,12 +36,14 @@ class Objective:
       loss: (params, batch, key, carried) -> `LossSums`.
       key: step -> the step's random key; None if the loss uses no randomness.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
+      frozen_rows: which layers of stacks are frozen, see `frozen_layers`; None if none is.
       pipeline: computes `loss` in stages under the manual lowering; None without stages.
     """
 
     loss: Loss
     key: Callable[[jax.Array], jax.Array | None] = lambda step: None
     frozen: Any = None
+    frozen_rows: Any = None
     pipeline: Pipeline | None = None
 
 
@@ -105,7 +108,7 @@ def local_gradients(
         entered = data.gather_params(params, dims, trainable)
         sums, grads = accumulated(entered)
         order = order_of(lambda params: accumulated(params)[1], entered) if ctx.gradient_reduction else None
-        grads = thawed(grads, objective.frozen, step)
+        grads = without_frozen_rows(thawed(grads, objective.frozen, step), objective.frozen_rows)
         error_feedback = jax.tree.map(lambda x: x[0], carried.get(REDUCE, {}))
         # For stochastic rounding. No run has 2**31 steps, so the loss never draws from this key.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2**31), step)

@@ -200,6 +200,7 @@ def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | N
     def unsharded(reason: str) -> Placement:
         return placed(("own",) * leaf.ndim, ((),) * leaf.ndim, (reason,) * leaf.ndim)
 
+    owner = _of_some_layers(owner, leaf.shape)
     if leaf.size == 1:
         return unsharded("scalar")
     if owner is None:
@@ -213,6 +214,15 @@ def _inherit(leaf: Any, owner: Placement | None, mesh: AnyMesh) -> Placement | N
         return None
     dims, axes, reason = zip(*((owner.spec.dims[i], owner.axes[i], owner.reason[i]) for i in kept), strict=True)
     return placed(dims, axes, reason)
+
+
+def _of_some_layers(owner: Placement | None, shape: tuple[int, ...]) -> Placement | None:
+    """The parameter with as many layers as the optimizer has, which knows no frozen ones; see `optim.frozen_layers`."""
+    if owner is None or not shape or owner.spec.dims[:1] != ("layers",) or owner.axes[0]:
+        return owner
+    fewer = (shape[0], *owner.spec.shape[1:])
+    fits = shape[0] < owner.spec.shape[0] and _subsequence(shape, fewer) and not _subsequence(shape, owner.spec.shape)
+    return replace(owner, spec=replace(owner.spec, shape=fewer)) if fits else owner
 
 
 def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -65,6 +65,7 @@ class Training:
       carried: tree of `ArraySpec`, of the state other than parameters that the loss passes from step to step.
       init_carried: key -> the first carried state.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
+      frozen_rows: which layers of stacks are frozen, see `frozen_layers`; None if none is.
       is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
       teacher: a model whose projection of the logits is added to the batch; its parameters are an input of each step.
       evaluation: the loss for evaluations; default: `loss` without a key.
@@ -88,6 +89,7 @@ class Training:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
+    frozen_rows: Any = None
     is_offloaded: bool = False
     teacher: Teacher | None = None
     evaluation: Loss | None = None
@@ -219,7 +221,7 @@ class Training:
         strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
         state_params = self.update.state_params
         changed = state_params.paths if state_params else ()
-        others = (*strategies, self.frozen, self.carried, changed)
+        others = (*strategies, self.frozen, self.frozen_rows, self.carried, changed)
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
@@ -288,7 +290,7 @@ class Training:
             loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
         else:
             loss = of_shards(loss)
-        return Objective(loss, self.key or (lambda step: None), self.frozen, pipeline)
+        return Objective(loss, self.key or (lambda step: None), self.frozen, self.frozen_rows, pipeline)
 
     @cached_property
     def activations(self) -> list[MovedValue]:

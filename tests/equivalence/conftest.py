@@ -86,10 +86,13 @@ MODELS = {
     "llama_lora": Llama(**SIZES),
     "llama_dora": Llama(**SIZES),
     "llama_frozen": Llama(**SIZES),
+    "llama_frozen_layers": Llama(**SIZES | {"num_layers": 4}),
+    "llama_lora_layers": Llama(**SIZES | {"num_layers": 4}),
 }
 
 
 ADAPT = {
+    "llama_lora_layers": LoRA(rank=2, paths=("blocks.attn.q", "blocks.mlp.down"), use_dora=True),
     "llama_lora": LoRA(rank=2, paths=("blocks.attn.*", "blocks.mlp.down")),
     "llama_dora": LoRA(
         rank=2,
@@ -101,7 +104,13 @@ ADAPT = {
     ),
     "llama_experts_lora": LoRA(rank=2, paths=("blocks.attn.q", "blocks.mlp.experts.*", "blocks.mlp.shared.down")),
 }
-FREEZE = {"llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.*", "embedding")),)}
+LAST_TWO = (Freeze(layers="0:2"), Freeze(paths="blocks.mlp.**", layers="-1:"))
+"""The last two layers are trained, without the MLP of the last one."""
+FREEZE = {
+    "llama_frozen": (Freeze(paths=("blocks.attn.*.kernel", "blocks.mlp.up.*", "embedding")),),
+    "llama_frozen_layers": (*LAST_TWO, Freeze(paths="head")),
+    "llama_lora_layers": LAST_TWO,
+}
 
 
 @dataclass(frozen=True)

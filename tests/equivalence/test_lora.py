@@ -5,22 +5,27 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn import dora
 from meshpar.nn.lora import is_lora
+from meshpar.optim import frozen_layers
 from meshpar.parallel.context import ParallelContext, manual_axes
 from meshpar.parallel.linear import Adapter
 from meshpar.parallel.local import varies_over, varying_like
 from meshpar.parallel.pipeline import layers
 from meshpar.sharding.rules import AxisRules
-from meshpar.tree import flatten_with_paths
-from tests.equivalence.conftest import on_one_device, outcome, prepared
+from meshpar.train.program import with_rows
+from meshpar.tree import flatten_with_paths, map_with_path
+from tests.comparison import largest_difference
+from tests.equivalence.conftest import batches, first_state, on_one_device, outcome, prepared
 
 LAYOUT = "data2_fsdp2_tensor2"
 SLOW = [pytest.mark.slow]
+IN_CI = ("llama_frozen_layers", LAYOUT, "manual")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,73 @@ def test_planted_norms_of_a_shard_are_seen(monkeypatch):
     """A row-parallel kernel has a shard of its inputs: DoRA's norms are sums over the devices of `tensor`."""
     monkeypatch.setattr(dora, "_squares", lambda kernel, inputs, axes: jnp.square(kernel).sum(inputs))
     assert outcome(prepared("llama_dora", LAYOUT, "manual", 4)).difference(on_one_device("llama_dora")) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "lowering"),
+    [
+        pytest.param(model, layout, lowering, marks=[] if (model, layout, lowering) == IN_CI else SLOW)
+        for model in ("llama_frozen_layers", "llama_lora_layers")
+        for layout in (LAYOUT, "zero1", "zero2", "zero3", "tensor4_sp")
+        for lowering in ("manual", "auto")
+    ],
+)
+def test_frozen_layers_keep_every_bit_and_have_no_state(model, layout, lowering):
+    """Layers 0 and 1 and the MLP of layer 3, of a model or of its LoRA."""
+    run = prepared(model, layout, lowering, 2)
+    found = outcome(run)
+    assert found.difference(on_one_device(model)) < 1e-10
+    first = flatten_with_paths(jax.device_get(first_state(run.run.model, run.run.lora, run.run.freeze).params))
+    for path, x in flatten_with_paths(found.params).items():
+        if path.startswith("blocks."):
+            kept = {i for i in range(len(x)) if x[i].tobytes() == first[path][i].tobytes()}
+            is_frozen = run.run.lora and not is_lora(path)
+            assert kept == ({0, 1, 2, 3} if is_frozen else {0, 1, 3} if ".mlp." in path else {0, 1}), path
+    moments = {path: x for path, x in flatten_with_paths(found.gradients).items() if path.startswith("blocks.")}
+    assert moments
+    assert all(len(x) == (1 if ".mlp." in path else 2) for path, x in moments.items())
+
+
+@pytest.mark.slow
+def test_planted_gradients_of_frozen_layers_in_the_norm_are_seen(monkeypatch):
+    want = on_one_device("llama_frozen_layers")
+    monkeypatch.setattr(frozen_layers.Rows, "without_frozen", lambda self, grad: grad)
+    planted = outcome(prepared("llama_frozen_layers", None, "auto", 1))
+    assert abs(planted.norms - want.norms).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_trained_layers_are_those_that_optax_trains_with_a_mask():
+    """By Optax's own AdamW on one device, where products with zeros leave the frozen rows out of the gradients."""
+    model = "llama_frozen_layers"
+    run = prepared(model, None, "auto", 1)
+    start = first_state(run.run.model, None, run.run.freeze)
+    whole = prepared("llama", None, "auto", 1, fields={"num_layers": 4})  # the same model, nothing of which is frozen
+    params = jax.tree.map(jnp.asarray, start.params)
+    masks = map_with_path(_trained, params)
+    decays = map_with_path(lambda path, x: "norm" not in path and "scale" not in path, params)
+    adamw = run.run.optim
+    tx = optax.adamw(
+        adamw.learning_rate(3), adamw.b1, adamw.b2, adamw.eps, weight_decay=adamw.weight_decay, mask=decays
+    )
+    with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
+        state = tx.init(params)
+        for batch in batches():
+            grads = jax.jit(whole.gradients)(params, with_rows(whole.put(batch)), jnp.int32(0), {}).grads
+            grads = jax.tree.map(jnp.multiply, grads, masks)
+            scale = jnp.minimum(1, 1 / optax.tree.norm(grads))  # the run's `clip_norm` is 1
+            grads = jax.tree.map(lambda g, scale=scale: g * scale, grads)
+            updates, state = tx.update(grads, state, params)
+            params = jax.tree.map(lambda p, u, mask: p + u * mask, params, updates, masks)
+    assert largest_difference(jax.device_get(params), on_one_device(model).params) < 1e-10
+
+
+def _trained(path, x):
+    """1 for each row that the freezing of the model leaves, and 0 for the others."""
+    if path == "head":
+        return jnp.zeros_like(x)
+    kept = {"mlp": [0, 0, 1, 0]}.get(path.split(".")[1], [0, 0, 1, 1]) if path.startswith("blocks.") else [1] * len(x)
+    return jnp.broadcast_to(jnp.asarray(kept, x.dtype).reshape(-1, *[1] * (x.ndim - 1)), x.shape)
 
 
 STAGES = {

@@ -53,6 +53,32 @@ meshpar: freeze does not fit the model:
     leave it out to freeze them for the whole run
 """,
     ),
+    "layers that are none, or too many": (
+        [EXTRA, "freeze=[{layers: '7:'}, {layers: ':'}, {layers: '0:1', paths: head}, {layers: '0:1', until: 1}]"],
+        """\
+meshpar: freeze does not fit the model:
+  freeze.0.layers
+    '7:' are none of the 2 layers of blocks.attn.k.kernel
+    other layers; or leave layers out to freeze all
+  freeze.1.layers
+    ':' are all of the 2 layers of blocks.attn.k.kernel
+    other layers; or leave layers out to freeze all
+  freeze.2.paths
+    no parameter that matches 'head' has a dim `layers`, which stacks layers
+    name the layer in the path: layers.0.**
+  freeze.3.until
+    layers are frozen for the whole run
+    leave out until, or layers
+""",
+    ),
+    "layers that are no slice": (
+        [EXTRA, "freeze=[{layers: 0-7}]"],
+        """\
+meshpar: 1 problem in config.yaml:
+  freeze.0.layers (command line)
+    must be a slice, such as 0:8, 8: or :-4
+""",
+    ),
     "everything is frozen": (
         [EXTRA, "freeze=['**']"],
         """\
@@ -65,9 +91,7 @@ meshpar: freeze does not fit the model:
     "a key in a list": (
         ["loggers=[tensorboard, {kind: wandb, projct: mine}]", "freeze=[{path: head}]"],
         """\
-meshpar: 3 problems in config.yaml:
-  freeze.0.paths (command line)
-    required, but missing
+meshpar: 2 problems in config.yaml:
   freeze.0.path (command line)
     unknown key
     did you mean freeze.0.paths?
