@@ -42,7 +42,12 @@ $(VENV)/torch: $(VENV)/bin/pip
 	-$(VENV)/bin/pip install -q --retries 0 --no-deps --index-url $(TORCH) "torch==2.13.*"
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/torch
+# It requires an Orbax that is older than ours, and imports none.
+$(VENV)/jax2onnx: $(VENV)/bin/pip
+	$(VENV)/bin/pip install -q --no-deps jax2onnx==0.17.1
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/torch $(VENV)/jax2onnx
 
 $(VENV)/installed-%: $(VENV)/bin/pip pyproject.toml
 	$(VENV)/bin/pip install -q -e ".[$*]"

@@ -220,6 +220,15 @@ class Saved(NamedTuple):
         return self.checkpoint.folder
 
 
+def run_at(source: Path) -> Run:
+    """The run of the last checkpoint, without its arrays.
+
+    Args, Raises: see `trained`.
+    """
+    run_dir = load(source).run_dir if source.is_file() else source
+    return _saved_run(find(run_dir, PARAMS))
+
+
 def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     """A run, and the parameters of its last checkpoint by path, on one device, with LoRA merged into the kernels.
 

@@ -62,28 +62,35 @@ class Exportable:
     of_output: str = "output"
 
 
-def open_run(source: Path) -> Exportable:
+def open_run(source: Path, compute: str | None = None) -> Exportable:
     """What the last checkpoint of a run computes.
+
+    Args:
+      source: a run directory, or the config of a run.
+      compute: the dtype to compute in, instead of the run's `precision.compute`.
 
     Raises:
       CheckpointError: there is no checkpoint.
       ConfigError: the model is written for local shards; or a loss of its own calls it with other arrays.
     """
     run, params, saved = trained(source)
+    compute = compute or run.precision.compute
     if model := run.model.generation():
-        return of_decoder(model, run.precision.compute, params)
+        return of_decoder(model, compute, params)
     if not isinstance(run.model, Import):
         raise CheckpointError(f"{saved.folder}: a model of kind {run.model.kind} has no export")
-    return _of_own(run.model, run, params, carried_of(run, saved))
+    return _of_own(run.model, run, compute, params, carried_of(run, saved))
 
 
-def _of_own(model: Import, run: Run, params: Mapping[str, jax.Array], carried: Mapping[str, jax.Array]) -> Exportable:
+def _of_own(
+    model: Import, run: Run, compute: str, params: Mapping[str, jax.Array], carried: Mapping[str, jax.Array]
+) -> Exportable:
     """A user's own model in the mode of an evaluation, with the state that its forward changes in training."""
     own = own_forward(model, task_of(run))
 
     def apply(arrays: Mapping[str, Any], inputs: Any) -> Any:
         def read(path: str, _: Any) -> jax.Array:
-            return computed_in(jnp.asarray(arrays[path]), run.precision.compute)
+            return computed_in(jnp.asarray(arrays[path]), compute)
 
         kept = map_with_path(lambda path, _: jnp.asarray(arrays[f"{CARRIED}{path}"]), own.carried)
         return own.apply(map_with_path(read, own.params), kept, inputs)

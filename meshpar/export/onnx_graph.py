@@ -1,6 +1,7 @@
-"""Writes a trained model as an ONNX graph: through its Hugging Face folder, transformers and PyTorch's exporter.
+"""Writes a trained model as an ONNX graph.
 
-Why not from JAX: docs/design/0017.
+A decoder of meshpar goes through its Hugging Face folder, transformers and PyTorch's exporter; a user's own model is
+converted from JAX. Why there are two ways: docs/design/0017.
 """
 
 from __future__ import annotations
@@ -12,34 +13,61 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from meshpar.convert import to_hf
+from meshpar.convert import run_at, to_hf
 from meshpar.errors import CheckpointError, ConfigError, Problems
+from meshpar.export.forward import open_run
 from meshpar.interop.export import check_free, whole_or_not
+from meshpar.interop.flax_model import Import
 
-NEEDED = ("torch", "transformers", "onnx", "onnxscript")
+OF_DECODERS = ("torch", "transformers", "onnx", "onnxscript")
+OF_OTHERS = ("jax2onnx", "dm_pix", "equinox", "onnx")
+"""The packages that are needed: of `meshpar[onnx]`, and jax2onnx, whose own requirements exclude our Orbax."""
+ALONE = "pip install 'meshpar[onnx]' && pip install --no-deps jax2onnx==0.17.1"
 
 
 def onnx(source: Path | str, folder: Path | str) -> None:
     """Exports the last checkpoint of a run as `model.onnx`, of any batch size and length of rows, in float32.
 
-    The graph has the input `tokens`, int64[batch, seq], and the output `logits`, float32[batch, seq, vocab_size].
+    The graph of a decoder has the input `tokens`, int64[batch, seq], and the output `logits`, float32[batch, seq,
+    vocab_size]. The inputs of a user's own model are the arrays that it is called with, in their own dtypes; if its
+    trace needs the length of a row, the graph has that of the run's data.
 
     Args:
       source: a run directory, or the config of a run.
       folder: created, complete or not at all. Large parameters are in a file beside the graph.
 
     Raises:
-      ConfigError: lists every package that is not installed.
+      ConfigError: lists every package that is not installed; or an operation of the model has no ONNX operators.
       CheckpointError: the folder exists, there is no checkpoint, or the model has no architecture in Hugging Face's
         libraries.
     """
-    problems = Problems()
-    for package in NEEDED:
-        if not find_spec(package):
-            problems.add(package, "is not installed", "pip install 'meshpar[onnx]'")
-    problems.raise_any(ConfigError, "the model cannot be exported to ONNX:")
-    folder = Path(folder)
+    source, folder = Path(source), Path(folder)
     check_free(folder)
+    if isinstance(run_at(source).model, Import):
+        _of_own(source, folder)
+    else:
+        _of_decoder(source, folder)
+
+
+def _check_installed(packages: tuple[str, ...], how: str) -> None:
+    problems = Problems()
+    for package in packages:
+        if not find_spec(package):
+            problems.add(package, "is not installed", how)
+    problems.raise_any(ConfigError, "the model cannot be exported to ONNX:")
+
+
+def _of_own(source: Path, folder: Path) -> None:
+    _check_installed(OF_OTHERS, ALONE)
+    from meshpar.export.onnx_program import write
+
+    made = open_run(source, "float32")
+    with whole_or_not(folder) as there:
+        write(made, there / "model.onnx")
+
+
+def _of_decoder(source: Path, folder: Path) -> None:
+    _check_installed(OF_DECODERS, "pip install 'meshpar[onnx]'")
     with TemporaryDirectory() as temporary:
         there = Path(temporary) / "model"
         try:

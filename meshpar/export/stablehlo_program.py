@@ -128,9 +128,9 @@ def exported_for(made: Exportable, platforms: Sequence[str]) -> export.Exported:
     *others, last = made.dims
     for dims in others:
         with suppress(Exception):  # the user's code needs sizes, which it says in many ways
-            return export.export(program, platforms=platforms)(arrays, _with_open_sizes(made, dims))
+            return export.export(program, platforms=platforms)(arrays, with_open_sizes(made, dims))
     try:
-        return export.export(program, platforms=platforms)(arrays, _with_open_sizes(made, last))
+        return export.export(program, platforms=platforms)(arrays, with_open_sizes(made, last))
     except MeshparError:
         raise
     except Exception as error:
@@ -139,7 +139,8 @@ def exported_for(made: Exportable, platforms: Sequence[str]) -> export.Exported:
         raise ConfigError(f"the model cannot be exported: {what}; {fix}") from error
 
 
-def _with_open_sizes(made: Exportable, dims: str) -> Any:
+def with_open_sizes(made: Exportable, dims: str) -> Any:
+    """The structs of the inputs, whose first dims have symbols as sizes."""
     sizes = export.symbolic_shape(dims, scope=export.SymbolicScope(made.limits))
 
     def open_sizes(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -152,6 +153,11 @@ def _written(name: str, x: jax.Array) -> Written:
     return Written(name, np.dtype(x.dtype), x.shape, partial(np.asarray, x))
 
 
+def names(tree: Any, of_one: str) -> list[str]:
+    """The paths of the arrays in a tree; `of_one` if the tree is one array."""
+    return [path or of_one for path in flatten_with_paths(tree)]
+
+
 def _signature(exported: export.Exported, made: Exportable) -> dict[str, Any]:
     num = len(made.arrays)
 
@@ -161,9 +167,6 @@ def _signature(exported: export.Exported, made: Exportable) -> dict[str, Any]:
             {"name": name, "dtype": aval.dtype.name, "shape": shape}
             for name, aval, shape in zip(names, avals, shapes, strict=True)
         ]
-
-    def names(tree: Any, of_one: str) -> list[str]:
-        return [path or of_one for path in flatten_with_paths(tree)]
 
     results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return {

@@ -19,6 +19,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import onnxruntime
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
@@ -30,6 +31,8 @@ from meshpar.cost.flops import flops, traced_products
 from meshpar.cost.traced import traced_collectives, traffic
 from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import prepare
+from meshpar.export import onnx_program
+from meshpar.export.forward import Exportable
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.mesh.layout import MeshLayout
@@ -462,6 +465,30 @@ def exported(name):
     )
 
 
+def exported_to_onnx(name):
+    """A graph of any number of rows, which ONNX Runtime computes in float32."""
+    with jax.enable_x64(False), TemporaryDirectory() as temporary:
+        params = jax.tree.map(np.float32, model(name)[1])
+        (batch,) = [{key: _narrowed(x) for key, x in one.items()} for one in batches(name, 1)]
+
+        def of_paths(arrays, batch):
+            return LOGITS[name](map_with_path(lambda path, _: arrays[path], params), batch)
+
+        structs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in batch.items()}
+        onnx_program.write(Exportable(of_paths, flatten_with_paths(params), structs), Path(temporary) / "model.onnx")
+        session = onnxruntime.InferenceSession(f"{temporary}/model.onnx")
+        for rows in (ROWS, ROWS // 4):
+            given = {key: x[:rows] for key, x in batch.items()}
+            (found,) = session.run(["output"], {one.name: given[one.name] for one in session.get_inputs()})
+            assert largest_difference(found, jax.device_get(LOGITS[name](params, given))) < 1e-5
+        other = jax.tree.map(lambda x: 0.9 * x, params)
+        assert largest_difference(found, jax.device_get(LOGITS[name](other, given))) > 1e-3
+
+
+def _narrowed(x):
+    return x.astype(np.float32 if x.dtype.kind == "f" else np.int32)
+
+
 def planned(name):
     """Over each axis that can divide the model; the best layouts are traced, so they are ones that train."""
     for target in (NAMES[name], f"loss_of_{name}", "rows_of"):
@@ -517,6 +544,7 @@ STRATEGIES: dict[str, tuple[Callable[[str], None], str | None]] = {
     "DiLoCo in fragments": (diloco_in_fragments, "gshard"),
     "stored in bfloat16": (stored_in_bfloat16, None),
     "DoRA": (dora, "gshard"),
+    "export to ONNX": (exported_to_onnx, None),
 }
 """Strategy -> its test, and the model, if any, with which CI tries every second one."""
 MODELS = ("vit", "t5", "gshard")

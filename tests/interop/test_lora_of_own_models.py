@@ -12,11 +12,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnxruntime
 import pytest
 from jax import export as jax_export
 from safetensors.numpy import load_file
 
 from meshpar import convert, generate
+from meshpar.errors import ConfigError
+from meshpar.export import onnx_graph, onnx_program
+from meshpar.export.forward import Exportable
 from meshpar.interop import user_code
 from meshpar.interop.adapters import Adapters
 from meshpar.serve.source import open_source
@@ -156,6 +160,29 @@ def test_the_exported_program_has_the_updates(tuned):
     assert {one["name"] for one in signature["parameters"]} == {*flatten_with_paths(by_hand())}
 
 
-def test_onnx_of_an_own_model_is_refused(tuned, capsys):
-    assert exit_code("export", "run", "graph", "--format", "onnx") == 2
-    assert "ONNX graphs are made from Hugging Face folders" in capsys.readouterr().err
+def test_the_onnx_graph_has_the_updates(tuned):
+    """ONNX Runtime computes the logits of a plain model, of rows of any number and length."""
+    assert exit_code("export", "run", "graph", "--format", "onnx") == 0
+    session = onnxruntime.InferenceSession("graph/model.onnx")
+    own = importlib.import_module("own_model").Own()
+    for shape in ((1, 3), (5, 8)):
+        tokens = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
+        (got,) = session.run(["output"], {"tokens": tokens})
+        assert abs(got - own.apply({"params": by_hand()}, tokens)).max() < 1e-5
+
+
+def test_packages_that_a_graph_needs_are_listed_with_the_command_that_installs_them(tuned, capsys, monkeypatch):
+    monkeypatch.setattr(onnx_graph, "find_spec", lambda package: package not in ("jax2onnx", "equinox"))
+    assert exit_code("export", "run", "none", "--format", "onnx") == 2
+    error = capsys.readouterr().err
+    assert "jax2onnx" in error and "equinox" in error and "pip install --no-deps jax2onnx==0.17.1" in error
+    assert not Path("none").exists()
+
+
+def test_an_operation_without_onnx_operators_is_refused(tmp_path):
+    def forward(arrays, x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    made = Exportable(forward, {}, jax.ShapeDtypeStruct((1, 4), jnp.float32))
+    with pytest.raises(ConfigError, match=r"jax2onnx does not convert it: .*callback.*; export --format stablehlo"):
+        onnx_program.write(made, tmp_path / "model.onnx")

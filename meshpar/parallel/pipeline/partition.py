@@ -142,4 +142,6 @@ def _check(counts: tuple[int, ...], schedule: Schedule, num_stages: int, num_lay
         cut = f"parallel.pipeline.cut has {len(counts)} parts with {sum(counts)} layers in all"
         raise ScheduleError(f"{cut}; it must have {parts} with {num_layers} layers in all")
     if min(counts) < 1:
-        raise ScheduleError(f"{num_layers} layers cannot be cut into {parts}: each part needs at least one layer")
+        fixes = ["fewer stages"] + ["a smaller parallel.pipeline.num_chunks"] * hasattr(schedule, "num_chunks")
+        what = f"{num_layers} layers cannot be cut into {parts}: each part needs at least one layer"
+        raise ScheduleError(f"{what}; {', or '.join(fixes)}")
