@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,6 +317,119 @@ def test_the_grammar_of_a_call_is_read_back(form, served):
     assert len(read_calls(form, written, ["now"], is_parallel=True)[1]) == 1
     other = LLMatcher(grammars.tokens, text, log_level=0)
     assert not other.consume_tokens(served.source.tokenizer.encode(written.replace("now", "nox")).tolist())
+
+
+SPECIAL = {"<tool_call>": 1, "[TOOL_CALLS]": 1}
+"""Openers that are special tokens; the text of token 1 is <|im_start|> here."""
+CALLS = {
+    Hermes: '<tool_call>\n{"name": "weather", "arguments": CITY}\n</tool_call>',
+    Llama3: '{"name": "weather", "parameters": CITY}',
+    Mistral: '[TOOL_CALLS][{"name": "weather", "arguments": CITY}]',
+}
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["texts", "special tokens"])
+@pytest.mark.parametrize("form", [Hermes(), Llama3(), Mistral()])
+def test_arguments_of_a_strict_function_follow_its_schema_once_a_call_begins(form, special, served):
+    from llguidance import LLMatcher
+
+    grammars = Grammars(served.source.tokenizer, 320, {2})
+    weather, now = (tool["function"] for tool in TOOLS)
+    text = form.grammar_of_text([weather | {"strict": True}, now], special)
+    grammars.of_lark(text)
+
+    def follows(answer: str) -> bool:
+        ids: list[int] = []
+        for i, part in enumerate(answer.split(form.opener) if form.opener in special else [answer]):
+            ids += ([special[form.opener]] if i else []) + served.source.tokenizer.encode(part).tolist()
+        matcher = LLMatcher(grammars.tokens, text, log_level=0)
+        return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
+
+    call = CALLS[type(form)]
+    right, wrong = (call.replace("CITY", one) for one in ('{"city": "Lima"}', '{"city": "Oslo"}'))
+    free = call.replace("weather", "now").replace("CITY", '{"any": [1]}')
+    assert follows("") and follows("It rains, {1} <b> or [2].") and follows(right) and follows(free)
+    assert not follows(wrong) and not follows(right[:-1]) and not follows(call.replace("weather", "f"))
+    before = "" if isinstance(form, Llama3) else "I look.\n"
+    more = {Hermes: f"{right}\nand {free} Yes.", Llama3: f"{right}; {free}", Mistral: right}[type(form)]
+    assert follows(before + more)
+    assert not follows(before + more.replace(right, wrong))
+    _, calls = read_calls(form, before + more, ["weather", "now"], is_parallel=True)
+    assert len(calls) == (1 if isinstance(form, Mistral) else 2)
+
+
+LLAMA3 = """\
+{% if tools %}Respond with {"name": function name, "parameters": arguments}. {{ tools | tojson }}{% endif %}"""
+
+
+def test_a_strict_function_limits_calls_that_the_model_chooses_to_write(served, tmp_path, monkeypatch):
+    """The model has random weights, and a bias to begin a call of Llama 3 and to end the answer where it may."""
+    write_tokenizer(tmp_path, LLAMA3 + UNMARKED)
+    monkeypatch.setattr(served, "source", replace(served.source, folder=tmp_path))
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    opener = served.source.tokenizer.encode("{").tolist()[0]
+    asked: Any = {"temperature": 0, "max_tokens": 200, "logit_bias": {str(opener): 100, "2": 50}}
+    choice = served.chat(tools=strict, **asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    jsonschema.validate(json.loads(choice.message.tool_calls[0].function.arguments), WEATHER)
+    control = served.chat(tools=TOOLS[:1], **asked).choices[0]
+    assert (control.finish_reason, control.message.content[:3]) == ("length", "{{{")
+    both = {"response_format": {"type": "json_object"}, "tools": strict}
+    assert "strict functions" in served.refusal(**both)
+
+
+REPEATS: Any = [{"role": "user", "content": "aaaa bbbb aaaa bbbb aaaa"}]
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+
+
+def together(served: Served, engine: Any) -> tuple[list[str], int]:
+    """Four requests at once, two of them with a grammar: their answers, and how many drafts were accepted."""
+
+    async def scene() -> tuple[list[str], int]:
+        async with serving(engine, served.source) as server:
+            transport = httpx2.ASGITransport(app=server.app)
+            client = httpx2.AsyncClient(transport=transport)
+            async with openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=client) as asking:
+                create: Any = asking.chat.completions.create
+                asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 120}
+                kinds = [
+                    {},
+                    {"response_format": FORM},
+                    {},
+                    {"extra_body": {"structured_outputs": {"regex": "(ab){20}"}}},
+                ]
+                found = await asyncio.gather(*(create(messages=REPEATS, **asked, **kind) for kind in kinds))
+                text = (await client.get("http://server/metrics")).text
+        accepted = re.search(r"meshpar_serve_accepted_drafts_total (\d+)", text)
+        return [one.choices[0].message.content for one in found], int(accepted[1]) if accepted else 0
+
+    return asyncio.run(scene())
+
+
+@pytest.fixture(scope="module")
+def drafting(served) -> Any:
+    room = {"slots": 4, "max_len": 512, "page_size": 16, "chunk": 64}
+    return open_engine(served.source, **room, ngrams=1, num_drafts=3)
+
+
+@pytest.mark.slow
+def test_rows_with_a_grammar_beside_rows_with_drafts_are_those_without_drafts(served, drafting):
+    want, none = together(served, served.engine)
+    found, accepted = together(served, drafting)
+    assert (none, accepted > 20) == (0, True)
+    assert found == want
+    jsonschema.validate(json.loads(found[1]), SCHEMA)
+    assert found[3] == "ab" * 20
+
+
+@pytest.mark.slow
+def test_planted_drafts_of_rows_with_a_grammar_are_seen(served, drafting, monkeypatch):
+    """Each of their drafts would be checked with the mask of the first token."""
+    want, _ = together(served, served.engine)
+    monkeypatch.setattr("meshpar.serve.engine._depends_on_answer", lambda row: False)
+    found, _ = together(served, drafting)
+    assert (found[0], found[2]) == (want[0], want[2])
+    assert found[1] != want[1] and found[3] != "ab" * 20
 
 
 @pytest.mark.parametrize("read", ["of_schema", "of_regex", "of_lark"])

@@ -122,7 +122,7 @@ class Endpoints:
     def _toolbox(
         self, body: ChatBody, template: ChatTemplate, tokenizer: TokenizerFile
     ) -> tuple[Toolbox | None, Grammar | None]:
-        """The tools that an answer may call, and the grammar of a call if it must."""
+        """The tools that an answer may call, and its grammar if it must call one, or if one is strict."""
         tools = [tool.function.model_dump(exclude_none=True) for tool in body.callable]
         if not tools:
             return None, None
@@ -133,9 +133,10 @@ class Endpoints:
         ids = {token: tokenizer.id_of(token) for token in tokenizer.special_tokens}
         special = {token: index for token, index in ids.items() if index is not None and token in form.marks}
         grammar = None
-        if body.must_call:
-            with _named("tool_choice"):
-                grammar = self.grammars.of_lark(form.grammar(tools, special))
+        if body.limits_calls:
+            of_tools = form.grammar if body.must_call else form.grammar_of_text
+            with _named("tool_choice" if body.must_call else "tools"):
+                grammar = self.grammars.of_lark(of_tools(tools, special))
         names = tuple(tool["name"] for tool in tools)
         return Toolbox(form, names, body.parallel_tool_calls is not False, frozenset(special.values())), grammar
 

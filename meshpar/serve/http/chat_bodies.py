@@ -73,6 +73,7 @@ class Function(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    """Whether the arguments of calls follow `parameters`. They do where the answer must be a call."""
 
 
 class Tool(BaseModel):
@@ -148,9 +149,10 @@ class ChatBody(Body):
             raise ValueError("tool_choice: required needs tools")
         if len(set(names)) < len(names):
             raise ValueError("tools: two have the same name")
-        if sum((self.structured_outputs is not None, self.format_schema is not None, self.must_call)) > 1:
+        if sum((self.structured_outputs is not None, self.format_schema is not None, self.limits_calls)) > 1:
             raise ValueError(
-                "response_format: an answer follows one of response_format, structured_outputs and tool_choice"
+                "response_format: an answer follows one of response_format, structured_outputs, tool_choice and strict "
+                "functions"
             )
         return self
 
@@ -158,6 +160,11 @@ class ChatBody(Body):
     def must_call(self) -> bool:
         """Whether the answer must be a call."""
         return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def limits_calls(self) -> bool:
+        """Whether calls follow the schemas of their functions: the answer must be one, or a function is strict."""
+        return self.must_call or any(tool.function.strict for tool in self.callable)
 
     @property
     def callable(self) -> list[Tool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Form:
     opener: ClassVar[str]
     closer: ClassVar[str] = ""
     key: ClassVar[str] = "arguments"
+    one: ClassVar[Mapping[str, Any]] = {}
+    """What a schema of one call has besides."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -47,10 +50,28 @@ class Form:
           tools: functions with `name` and `parameters`.
           special: special token -> id, which no text contains.
         """
-        written = lambda text: f"<[{special[text]}]>" if text in special else json.dumps(text)
-        parts = [written(self.opener)] if self.opener != "{" else []
-        parts += ["call", *([written(self.closer)] if self.closer else [])]
-        return f"start: {' '.join(parts)}\ncall: %json {json.dumps(written_closely(self._schema(tools)))}\n"
+        parts = [_written(self.opener, special)] if self.opener != "{" else []
+        parts += ["call", *([_written(self.closer, special)] if self.closer else [])]
+        return f"start: {' '.join(parts)}\n{self._call({**self._schema(tools), **self.one})}"
+
+    def grammar_of_text(self, tools: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> str:
+        """The Lark grammar of a text with any number of calls, those of strict functions by their schemas.
+
+        Args:
+          tools, special: see `grammar`.
+        """
+        free = {"parameters": {"type": "object"}}
+        schema = self._schema([tool if tool.get("strict") else {**tool, **free} for tool in tools])
+        return f"{self._text(special)}TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{{0,2}}/\n{self._call(schema)}"
+
+    def _text(self, special: Mapping[str, int]) -> str:
+        """The rules `start` of a text with calls, and `head`, of the text up to where a call begins."""
+        closer = f" SPACE {_written(self.closer, special)}" if self.closer else ""
+        is_lazy = "" if self.opener in special else "[lazy]"  # the first text that ends so is followed by a call
+        return f"start: (head SPACE call{closer})* TEXT\nhead{is_lazy}: TEXT {_written(self.opener, special)}\n"
+
+    def _call(self, schema: Mapping[str, Any]) -> str:
+        return f"call: %json {json.dumps(written_closely(schema))}\n"
 
     def _schema(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"anyOf": [self._of(tool) for tool in tools]}
@@ -83,6 +104,13 @@ class Llama3(Form):
     def marks(self) -> tuple[str, ...]:
         return (self.tag,)
 
+    def _text(self, special: Mapping[str, int]) -> str:
+        tag = _written(self.tag, special)
+        first = r"OTHER: /\s*([^{\s](.|\n)*)?/"
+        if self.tag not in special:
+            first += rf" & ~/\s*{re.escape(self.tag)}(.|\n)*/"
+        return f'start: OTHER | {tag}? SPACE call (";" SPACE call)*\n{first}\n'
+
     def begin(self, text: str) -> int:
         start = text.lstrip()
         return 0 if not start or start.startswith((self.opener, self.tag)) or self.tag.startswith(start) else len(text)
@@ -96,6 +124,10 @@ class Mistral(Form):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`."""
 
     opener = "[TOOL_CALLS]"
+    one: ClassVar = {"maxItems": 1}
+
+    def _text(self, special: Mapping[str, int]) -> str:
+        return super()._text(special).replace("start: (head SPACE call)* TEXT", "start: TEXT | head SPACE call")
 
     def calls(self, text: str) -> tuple[str, list[Any]]:
         before, found, rest = text.partition(self.opener)
@@ -103,7 +135,12 @@ class Mistral(Form):
         return before, listed if isinstance(listed, list) else [listed]
 
     def _schema(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {"type": "array", "items": super()._schema(tools), "minItems": 1, "maxItems": 1}
+        return {"type": "array", "items": super()._schema(tools), "minItems": 1}
+
+
+def _written(text: str, special: Mapping[str, int]) -> str:
+    """A text in a grammar: a special token, or a literal."""
+    return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
 
 def form_of(template: ChatTemplate) -> Form | None:
