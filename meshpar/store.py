@@ -43,10 +43,11 @@ def folder() -> Path:
 def _copied(address: str) -> Path:
     from filelock import FileLock
 
-    scheme, _, rest = address.partition(":")
-    rest = rest.strip("/")
-    system, root = _opened(address, scheme, rest)
-    listed = _tried(f"{address} cannot be listed", lambda: _files(system, root, address))
+    scheme, rest = _parts(address)
+    system, root = opened(address)
+    listed = tried(f"{address} cannot be listed", lambda: files(system, root, address))
+    if not listed:
+        raise DataError(f"{address} has no files: there is no such folder or file, or it may not be listed")
     where = folder() / scheme / rest
     beside = folder() / "listed" / scheme / f"{rest}.listed"
     beside.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +61,21 @@ def _copied(address: str) -> Path:
     return where
 
 
-def _opened(address: str, scheme: str, rest: str) -> tuple[Any, str]:
-    """The file system, and the path in it. Keys and passwords come from the environment of its library."""
+def _parts(address: str) -> tuple[str, str]:
+    """Scheme and path."""
+    scheme, _, rest = address.partition(":")
+    return scheme, rest.strip("/")
+
+
+def opened(address: str, key: str = "data.path") -> tuple[Any, str]:
+    """The file system, and the path in it. Keys and passwords come from the environment of its library.
+
+    Raises:
+      DataError: its library is not installed; or the address holds a password, or leads out of its folder.
+    """
+    scheme, rest = _parts(address)
     if "@" in rest.partition("/")[0] or "?" in rest:
-        raise DataError(f"data.path: {scheme}://... holds a password or a query; set them in the environment instead")
+        raise DataError(f"{key}: {scheme}://... holds a password or a query; set them in the environment instead")
     if ".." in PurePosixPath(rest).parts:
         raise DataError(f"{address} leads out of its folder: leave out ..")
     import fsspec
@@ -75,21 +87,19 @@ def _opened(address: str, scheme: str, rest: str) -> tuple[Any, str]:
         raise DataError(f"{address} needs {STORES[scheme]}, which is not installed: {extra}") from None
 
 
-def _files(system: Any, root: str, address: str) -> dict[str, list[Any]]:
+def files(system: Any, root: str, address: str) -> dict[str, list[Any]]:
     """Name below the root -> its size and version; the name of a single file is empty."""
     system.invalidate_cache()
     found = system.find(root, detail=True)
-    files = {}
+    listed = {}
     for path, info in found.items():
         name = "" if path == root else path.removeprefix(root).lstrip("/")
         if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or control_character(name):
             raise DataError(f"{address} has a file {name!r}, whose name leads out of the folder")
         if not name.endswith("/"):
             version = info.get("ETag") or info.get("etag") or info.get("blob_id") or info.get("mtime")
-            files[name] = [int(info["size"]), str(version or info.get("LastModified") or "")]
-    if not files:
-        raise DataError(f"{address} has no files: there is no such folder or file, or it may not be listed")
-    return files
+            listed[name] = [int(info["size"]), str(version or info.get("LastModified") or "")]
+    return listed
 
 
 def _update(
@@ -104,8 +114,8 @@ def _update(
     try:
         for name in wanted:
             (where / name).parent.mkdir(parents=True, exist_ok=True)
-            copy = partial(_copy, system, paths[name], where / name, listed[name][0])
-            _tried(f"{address}: {name} cannot be copied", copy)
+            get = partial(copy, system, paths[name], where / name, listed[name][0])
+            tried(f"{address}: {name} cannot be copied", get)
             before[name] = listed[name]
     finally:  # a copy that is stopped goes on
         about.write_text(json.dumps(before))
@@ -119,7 +129,7 @@ def _remove_others(where: Path, listed: Mapping[str, Any]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _copy(system: Any, source: str, target: Path, size: int) -> None:
+def copy(system: Any, source: str, target: Path, size: int) -> None:
     partial = target.with_name(f"{target.name}.partial")
     system.get_file(source, str(partial))
     found = partial.stat().st_size
@@ -142,7 +152,7 @@ def _has(path: Path, version: list[Any]) -> bool:
     return path.is_file() and path.stat().st_size == version[0]
 
 
-def _tried(what: str, do: Callable[[], T]) -> T:
+def tried(what: str, do: Callable[[], T]) -> T:
     """Tries several times: stores fail now and then."""
     for attempt in range(TRIES):
         try:

@@ -21,7 +21,7 @@ import math
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -99,6 +99,7 @@ class Checkpoints:
       directory: created if missing; on a file system that all processes share. Of the folder of a run, its checkpoints.
       retention: which checkpoints to keep.
       about: the description of the run in each checkpoint.
+      after_save: called in the first process when a checkpoint is on disk, in the thread that writes it.
 
     Raises:
       CheckpointError: the directory cannot be written, or is a remote address.
@@ -114,7 +115,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
+        self,
+        directory: Path | str,
+        retention: Retention | None = None,
+        about: CheckpointMetadata | None = None,
+        after_save: Callable[[], None] = lambda: None,
     ):
         if problem := remote(directory):
             raise CheckpointError("; ".join(problem))
@@ -123,6 +128,7 @@ class Checkpoints:
             self.directory /= FOLDER
         self.retention = retention or Retention()
         self.about = about or CheckpointMetadata()
+        self.after_save = after_save
         self.damaged: dict[Path, str] = {}
         try:
             make_folder(self.directory)
@@ -240,6 +246,7 @@ class Checkpoints:
             arrays.wait()
             if jax.process_index() == 0:
                 self._name(step, meta)
+                self.after_save()
         except BaseException:
             if jax.process_index() == 0:
                 shutil.rmtree(self._partial(step), ignore_errors=True)  # the disk may be full
@@ -296,12 +303,15 @@ class Checkpoints:
 
 @contextmanager
 def checkpoints(
-    directory: Path | str, retention: Retention | None = None, about: CheckpointMetadata | None = None
+    directory: Path | str,
+    retention: Retention | None = None,
+    about: CheckpointMetadata | None = None,
+    after_save: Callable[[], None] = lambda: None,
 ) -> Iterator[Checkpoints]:
     """`Checkpoints` for a `with` statement, at whose end every save is on disk.
 
     Args:
-      directory, retention, about: see `Checkpoints`.
+      directory, retention, about, after_save: see `Checkpoints`.
 
     Raises:
       CheckpointError: the directory cannot be written; or, at the end, the last save failed.
@@ -310,5 +320,5 @@ def checkpoints(
     ...     saved.latest() is None
     True
     """
-    with closing(Checkpoints(directory, retention, about)) as opened:
+    with closing(Checkpoints(directory, retention, about, after_save)) as opened:
         yield opened

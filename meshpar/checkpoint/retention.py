@@ -9,6 +9,10 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 
 from meshpar.config import Config, Count, Positive
+from meshpar.regular_files import stored
+
+WRITTEN = ("s3", "gs", "file")
+"""Schemes of the stores to which runs are copied."""
 
 
 class Retention(Config):
@@ -34,6 +38,17 @@ class Retention(Config):
     """The metric by which checkpoints are ranked, from the evaluation at the same step."""
     best: Literal["lowest", "highest"] = "lowest"
     """Whether the lowest or the highest value of the metric is the best."""
+    mirror: str | None = None
+    """An address such as `s3://bucket/run`, to which the directory of the run is copied after each checkpoint and at
+    the end. A run whose directory has no checkpoint goes on from there. `s3://` needs s3fs, `gs://` gcsfs."""
+
+    @pydantic.field_validator("mirror")
+    @classmethod
+    def _is_address(cls, mirror: str | None) -> str | None:
+        if mirror is not None and not (stored(mirror) and mirror.partition(":")[0] in WRITTEN):
+            known = ", ".join(f"{scheme}://" for scheme in WRITTEN)
+            raise ValueError(f"{mirror} is no address of a store that can be written: {known}")
+        return mirror
 
     def without_end(self) -> Retention:
         """A copy that keeps every checkpoint.

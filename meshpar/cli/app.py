@@ -15,15 +15,21 @@ import typer
 import typer.core
 
 from meshpar.errors import ConfigError, printable
-from meshpar.regular_files import remote
+from meshpar.regular_files import remote, stored
+from meshpar.store import local
+
+TRAINED = {"CONFIG|DIR", "RUN", "RUN...", "DIR"}
+"""What the arguments are called that name a trained run."""
 
 
 class _Command(typer.core.TyperCommand):
-    """A verb whose paths are local: a remote address would become a folder called `s3:`."""
+    """A verb whose paths are local: a remote address would become a folder called `s3:`. Trained runs are copied."""
 
     def invoke(self, ctx: Any) -> Any:
         for param in self.params:
             given = ctx.params.get(param.name or "")
+            if param.param_type_name == "argument" and param.metavar in TRAINED:
+                ctx.params[param.name] = given = _copied(given)
             for path in given if isinstance(given, (list, tuple)) else [given]:
                 if isinstance(path, PurePath) and (problem := remote(path)):
                     where = str(param.opts[0] if param.param_type_name == "option" else param.name)
@@ -31,8 +37,18 @@ class _Command(typer.core.TyperCommand):
         return super().invoke(ctx)
 
 
+def _copied(given: Any) -> Any:
+    """Paths with the runs at addresses of stores copied to local folders."""
+    if isinstance(given, (list, tuple)):
+        return [_copied(path) for path in given]
+    if not (isinstance(given, PurePath) and stored(str(given))):
+        return given
+    scheme, _, rest = str(given).partition(":/")  # a Path has one slash
+    return local(f"{scheme}:{'///' if scheme == 'file' else '//'}{rest}")
+
+
 class Verbs(typer.Typer):
-    """Verbs that take only local paths."""
+    """Verbs that take only local paths, and trained runs of stores."""
 
     def command(self, name: str | None = None, **options: Any) -> Any:
         options.setdefault("cls", _Command)

@@ -18,6 +18,7 @@ from jax.stages import Compiled
 from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
 from meshpar.checkpoint.lock import hold
+from meshpar.checkpoint.mirror import Mirror, mirrored
 from meshpar.checkpoint.saved import FOLDER, find, steps
 from meshpar.data import Ids
 from meshpar.data.order import Order
@@ -318,22 +319,24 @@ def _trained(
     shows: bool,
 ) -> Shown:  # fmt: skip
     received = Signals()
-    with received.listening() if signals else nullcontext():
-        return (yield from _steps(run, json, profile, dump_hlo, callbacks, received, shows))
+    prepared = prepare(run)
+    listening = received.listening() if signals else nullcontext()
+    with listening, mirrored(run.checkpoints.mirror, run.run_dir) as mirror:
+        return (yield from _steps(prepared, json, profile, dump_hlo, callbacks, received, shows, mirror))
 
 
 def _steps(
-    run: Run, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Any], signals: Signals,
-    shows: bool,
+    prepared: Prepared, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Any],
+    signals: Signals, shows: bool, mirror: Mirror,
 ) -> Shown:  # fmt: skip
-    prepared = prepare(run)
+    run = prepared.run
     about = replace(prepared.about, files=run.data.fingerprint())
     versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
     position = {"checkpoints": steps(run.run_dir / FOLDER)}
     flags = {name: os.environ.get(name) for name in FLAGS}
     check_same({"config": about.config, "data files": about.files, "versions": versions, "flags": flags} | position)
     prints = not json and jax.process_index() == 0
-    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about)
+    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about, mirror.push)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
     order = order_of(run, newest_described(run.run_dir / FOLDER))
     with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about, order) as copies:

@@ -34,6 +34,7 @@ from meshpar.optim.pruning import Pruning
 from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.records.loggers import Logger, TensorBoard
+from meshpar.regular_files import remote, stored
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules, Rules
 from meshpar.train.grpo import GRPO
@@ -221,6 +222,13 @@ class Run(Config):
         if kind is None or model.get("kind", kind) != kind:
             return data
         return data | {"model": found | model}
+
+    @pydantic.field_validator("run_dir", mode="before")
+    @classmethod
+    def _is_local(cls, run_dir: Any) -> Any:
+        if isinstance(run_dir, (str, Path)) and stored(str(run_dir)) and (problem := remote(run_dir)):
+            raise ValueError(f"{problem[0]}\nrun_dir=FOLDER, and checkpoints.mirror={run_dir} copies it there")
+        return run_dir
 
     @pydantic.model_validator(mode="after")
     def _evaluates_before_it_stops(self) -> Run:

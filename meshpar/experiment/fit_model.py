@@ -14,6 +14,7 @@ from meshpar.checkpoint.agree import check_same
 from meshpar.checkpoint.checkpoints import CheckpointMetadata, Checkpoints
 from meshpar.checkpoint.checkpoints import checkpoints as checkpoints_of
 from meshpar.checkpoint.lock import hold
+from meshpar.checkpoint.mirror import mirrored
 from meshpar.checkpoint.retention import Retention
 from meshpar.checkpoint.saved import FOLDER, Checkpoint
 from meshpar.errors import ConfigError, Problems
@@ -90,9 +91,10 @@ def fit_model(
         received = Signals()
         with (
             received.listening() if signals else nullcontext(),
+            mirrored(retention.mirror, run_dir) as mirror,
             hold(run_dir),
             recorder(run_dir, num_steps, json, loggers) as records,
-            checkpoints_of(run_dir / FOLDER, retention, about) as saved,
+            checkpoints_of(run_dir / FOLDER, retention, about, mirror.push) as saved,
         ):
             step, state = _begun(made, saved, records, config, run_dir)
             loop = Loop(

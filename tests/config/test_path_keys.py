@@ -161,7 +161,7 @@ def test_a_name_of_the_hub_is_not_downloaded(folder, command):
     [
         ("train", "s3://b/c.yaml"), ("train", "config.yaml", "--profile=gs://b/p"), ("watch", "s3://b/run"),
         ("inspect", "config.yaml", "--html", "s3://b/a.html"), ("convert", "config.yaml", "--to-hf=hf://me/model"),
-        ("checkpoint", "ls", "gs://b/run"), ("explain", "config.yaml", "--svg=s3://b/a.svg"),
+        ("checkpoint", "ls", "http://b/run"), ("explain", "config.yaml", "--svg=s3://b/a.svg"),
         ("bench", "collectives", "--plot=s3://b/a.svg"),
         ("launch", "--processes=2", "--logs=s3://b/logs", "--", "train", "config.yaml"),
     ],
