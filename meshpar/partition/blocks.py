@@ -122,10 +122,16 @@ def blocks(closed: ClosedJaxpr, paths: Sequence[str], sizes: Sequence[tuple[Any,
       sizes: shape and dtype of each.
     """
     for run in _runs(paths, sizes):
-        for period in range(1, len(run) // 2 + 1):
-            if len(run) % period == 0 and (found := _Sequence(closed, _joined(run, period), len(paths)).stack()):
+        for joined in _candidates(run):
+            if found := _Sequence(closed, joined, len(paths)).stack():
                 yield found
                 break
+
+
+def _candidates(run: _Blocks) -> Iterator[_Blocks]:
+    """Blocks that may be equal: with each period; then without the first, which may cast its input, or the last."""
+    for part in (run, run[1:], run[:-1]):
+        yield from (_joined(part, period) for period in range(1, len(part) // 2 + 1) if len(part) % period == 0)
 
 
 def _runs(paths: Sequence[str], sizes: Sequence[tuple[Any, ...]]) -> Iterator[_Blocks]:

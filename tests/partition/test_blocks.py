@@ -50,6 +50,14 @@ def alternating(i, x, w, key):
     return jnp.tanh(x @ w) if i % 2 else jnp.sin(x @ w) + x
 
 
+def other_first(i, x, w, key):
+    return jnp.tanh(x @ w) if i else jnp.sin(x.astype(jnp.float16).astype(jnp.float32) @ w)
+
+
+def other_last(i, x, w, key):
+    return jnp.tanh(x @ w) if i < 3 else jnp.sin(x)[:2] @ w
+
+
 def in_turn(i, x, w, key):
     return jax.checkpoint(jax.jit(lambda x: jnp.tanh(x @ w) + TABLES[i]))(x)
 
@@ -58,7 +66,7 @@ def in_turn(i, x, w, key):
     ("block", "num_layers", "num_rows"),
     [
         (product, 4, 0), (checkpointed, 4, 0), (alternating, 2, 0), (numbered, 4, 1), (tabled, 4, 1), (in_turn, 4, 1),
-        (drawing, 4, 1),
+        (drawing, 4, 1), (other_first, 3, 0), (other_last, 3, 0),
     ],
 )  # fmt: skip
 def test_equal_blocks_are_found(block, num_layers, num_rows):

@@ -8,6 +8,7 @@ from flax import nnx
 from tests.zoo import Zoo
 from tests.zoo.parts import SEQ, VOCAB, cross_entropy, mlp, sentences, wide
 
+LAYERS = 2
 WIDTH = 32
 HEADS = 4
 
@@ -56,7 +57,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, num_layers: int = 2, dropout: float = 0.1, *, rngs: nnx.Rngs):
+    def __init__(self, num_layers: int, dropout: float = 0.1, *, rngs: nnx.Rngs):
         param_dtype = jnp.result_type(float)  # `attend` computes in the dtype in which the table was made
         self.wte = nnx.Embed(VOCAB, WIDTH, param_dtype=param_dtype, rngs=rngs)
         self.wpe = nnx.Embed(SEQ, WIDTH, param_dtype=param_dtype, rngs=rngs)
@@ -73,10 +74,10 @@ class GPT(nnx.Module):
 
 
 def build() -> Zoo:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(LAYERS, rngs=nnx.Rngs(0))))
 
     def init(key):
-        return nnx.state(GPT(rngs=nnx.Rngs(key)), nnx.Param)
+        return nnx.state(GPT(LAYERS, rngs=nnx.Rngs(key)), nnx.Param)
 
     def loss(params, batch, key):
         logits = nnx.merge(graph, params)(batch["tokens"], nnx.Rngs(dropout=key))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from tests.zoo import Zoo
 from tests.zoo.parts import SEQ, VOCAB, cross_entropy, sentences, wide
 
+LAYERS = 2
 WIDTH = 32
 EXPERTS = 8
 CAPACITY = 3
@@ -49,7 +50,7 @@ class MoE(nn.Module):
 
 
 class Model(nn.Module):
-    num_layers: int = 2
+    num_layers: int = LAYERS
 
     @nn.compact
     def __call__(self, tokens):
@@ -66,11 +67,13 @@ class Model(nn.Module):
 
 
 def build() -> Zoo:
+    model = Model(num_layers=LAYERS)
+
     def init(key):
-        return Model().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+        return model.init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
 
     def loss(params, batch, key):
-        logits, aux_loss = Model().apply({"params": params}, batch["tokens"])
+        logits, aux_loss = model.apply({"params": params}, batch["tokens"])
         return cross_entropy(logits, batch["targets"]) + 0.01 * aux_loss, {"aux_loss": aux_loss}
 
     return Zoo("gshard", wide(init), loss, sentences())

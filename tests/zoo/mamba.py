@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tests.zoo import Zoo
 from tests.zoo.parts import SEQ, VOCAB, cross_entropy, sentences, wide
 
+LAYERS = 2
 D_MODEL = 32
 D_STATE = 8
 D_CONV = 4
@@ -65,7 +66,7 @@ class MambaBlock(nn.Module):
 
 
 class Mamba(nn.Module):
-    num_layers: int = 2
+    num_layers: int = LAYERS
 
     @nn.compact
     def __call__(self, tokens):
@@ -77,11 +78,13 @@ class Mamba(nn.Module):
 
 
 def build() -> Zoo:
+    model = Mamba(num_layers=LAYERS)
+
     def init(key):
-        return Mamba().init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
+        return model.init(key, jnp.ones((1, SEQ), jnp.int32))["params"]
 
     def loss(params, batch, key):
-        return cross_entropy(Mamba().apply({"params": params}, batch["tokens"]), batch["targets"])
+        return cross_entropy(model.apply({"params": params}, batch["tokens"]), batch["targets"])
 
     dims = {
         "embedding.embedding": ("vocab", "embed"),

@@ -9,6 +9,7 @@ from tests.zoo import Zoo
 from tests.zoo.parts import WHOLE, accuracy, cross_entropy, images, wide
 
 CLASSES = 8
+LAYERS = 2
 
 
 class MlpBlock(nn.Module):
@@ -39,7 +40,7 @@ class MixerBlock(nn.Module):
 class MlpMixer(nn.Module):
     patch_size: int = 4
     num_classes: int = CLASSES
-    num_blocks: int = 2
+    num_blocks: int = LAYERS
     hidden_dim: int = 32
     tokens_mlp_dim: int = 24
     channels_mlp_dim: int = 64
@@ -57,7 +58,7 @@ class MlpMixer(nn.Module):
 
 
 def build() -> Zoo:
-    model = MlpMixer()
+    model = MlpMixer(num_blocks=LAYERS)
 
     def init(key):
         return model.init(key, jnp.ones((1, 16, 16, 3)))["params"]

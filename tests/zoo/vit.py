@@ -10,6 +10,7 @@ from tests.zoo.parts import ATTENTION, WHOLE, accuracy, cross_entropy, images, m
 
 WIDTH = 32
 CLASSES = 8
+LAYERS = 2
 
 
 class MlpBlock(nn.Module):
@@ -46,7 +47,7 @@ class Encoder1DBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    depth: int = 2
+    depth: int = LAYERS
     patch_size: tuple[int, int] = (4, 4)
     dropout: float = 0.1
 
@@ -69,7 +70,7 @@ class ViT(nn.Module):
 
 
 def build() -> Zoo:
-    model = ViT()
+    model = ViT(depth=LAYERS)
 
     def init(key):
         return model.init(key, jnp.ones((1, 16, 16, 3)))["params"]

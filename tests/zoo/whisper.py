@@ -9,6 +9,7 @@ from flax import nnx
 from tests.zoo import Zoo
 from tests.zoo.parts import ROWS, SEQ, VOCAB, cross_entropy, mlp, sentences, wide
 
+LAYERS = 2
 WIDTH = 32
 HEADS = 4
 MELS = 16
@@ -59,7 +60,7 @@ class ResidualAttentionBlock(nnx.Module):
 
 
 class AudioEncoder(nnx.Module):
-    def __init__(self, num_layers: int = 2, *, rngs: nnx.Rngs):
+    def __init__(self, num_layers: int, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(MELS, WIDTH, kernel_size=3, padding=1, rngs=rngs)
         self.conv2 = nnx.Conv(WIDTH, WIDTH, kernel_size=3, strides=2, padding=1, rngs=rngs)
         self.blocks = nnx.List([ResidualAttentionBlock(rngs=rngs) for _ in range(num_layers)])
@@ -75,7 +76,7 @@ class AudioEncoder(nnx.Module):
 
 
 class TextDecoder(nnx.Module):
-    def __init__(self, num_layers: int = 2, *, rngs: nnx.Rngs):
+    def __init__(self, num_layers: int, *, rngs: nnx.Rngs):
         param_dtype = jnp.result_type(float)  # `attend` computes in the dtype in which the table was made
         self.token_embedding = nnx.Embed(VOCAB, WIDTH, param_dtype=param_dtype, rngs=rngs)
         self.positional_embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (SEQ, WIDTH)))
@@ -92,8 +93,8 @@ class TextDecoder(nnx.Module):
 
 class Whisper(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
-        self.encoder = AudioEncoder(rngs=rngs)
-        self.decoder = TextDecoder(rngs=rngs)
+        self.encoder = AudioEncoder(LAYERS, rngs=rngs)
+        self.decoder = TextDecoder(LAYERS, rngs=rngs)
 
     def __call__(self, mel, tokens):
         return self.decoder(tokens, self.encoder(mel))
