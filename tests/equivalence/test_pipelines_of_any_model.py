@@ -315,11 +315,11 @@ CASES = [
     for j, kind in enumerate(SCHEDULES)
     if not (kind in ("interleaved", "zbv") and model in TWO_LAYERS)
 ]
-SAMPLE = {
+SAMPLE: dict[str, list[str]] = {
     "llama": ["1f1b", "zb_h1"],
     "gpt2": ["1f1b"],
     "stacked_nnx": ["1f1b", "zb_h2"],
-    "plain": ["gpipe", "interleaved", "zb_h1", "zbv", "pipedream_2bw"],
+    "plain": list(SCHEDULES),
     "vit": ["zb_h1"],
     "mixer": ["zb_h2"],
     "towers": ["zb_h2"],
@@ -327,8 +327,11 @@ SAMPLE = {
     "mamba": ["zb_h2"],
     "gshard": ["zbv", "pipedream_2bw"],
     "alternating": ["1f1b"],
-    "translating": ["zbv"],  # an encoder and a decoder; whisper takes ten times as long
-    "halves": ["gpipe"],
+    "translating": ["zb_h2", "zbv"],  # an encoder and a decoder; whisper takes ten times as long
+    "collecting": ["zb_h1", "interleaved"],
+    "marked": ["gpipe", "zbv"],
+    "halves": ["1f1b", "interleaved"],
+    "unlike": ["gpipe"],
 }
 
 
