@@ -20,6 +20,7 @@ from tests.collectives.ratio import ratio
 AUTO = jax.sharding.AxisType.Auto
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 def test_each_algorithm_and_its_transpose_equal_the_reference(operation, algorithm):
     check(Case(operation, algorithm, (5,), ("a",), "float32", (3, 2), 2 if operation in ROOTED else 0))

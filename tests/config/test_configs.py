@@ -23,6 +23,7 @@ def test_a_config_comes_back_from_its_own_yaml(path, tmp_path):
     assert load(tmp_path / "again.yaml") == run
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_traces_a_whole_step_on_an_abstract_mesh(path):
     run = load(path)

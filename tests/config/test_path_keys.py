@@ -69,6 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", PATHS)
 def test_a_remote_address_is_refused_by_name_before_anything_runs(folder, command, name):
     """Data may be in an object store: tests/unit/test_store.py."""

@@ -25,6 +25,8 @@ from tests.docs.page import (
 
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+LONG = {"inspect.md", "many-hosts.md"}
+"""Pages that take a quarter of a minute, about commands that many other tests run."""
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
@@ -33,7 +35,9 @@ def _id(value: object) -> str:
 
 
 # tests/process/test_newcomer.py runs the README.
-@pytest.mark.parametrize("page", DOCS, ids=_id)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=_id(p), marks=pytest.mark.slow if p.name in LONG else []) for p in DOCS]
+)
 def test_a_page_prints_what_it_shows(page, tmp_path):
     check_outputs(page, tmp_path)
 

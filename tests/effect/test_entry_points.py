@@ -356,6 +356,7 @@ def assert_effect(entry: str, argument: str) -> None:
     assert changed != plain
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("entry", "argument"), CASES_OF)
 def test_an_argument_has_an_effect_or_is_refused_by_name(entry, argument):
     assert_effect(entry, argument)

@@ -124,6 +124,7 @@ def test_control_the_config_without_overrides_fits(folder):
     traced(folder, [])
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("check", [prepared, pytest.param(traced, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", MISFITS)
 def test_each_proposed_fix_solves_its_problem(folder, case, check):

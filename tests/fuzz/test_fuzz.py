@@ -50,6 +50,7 @@ def test_control_a_case_that_hangs_is_found_and_the_next_case_runs():
     assert planted("hang") == "no end in 5 s"
 
 
+@pytest.mark.slow
 def test_control_a_case_that_exhausts_memory_is_found():
     assert "MemoryError" in planted("devour")
 

@@ -151,6 +151,7 @@ def test_hf_writes_the_tensors_that_the_run_came_from(folder, command, tmp_path)
     assert all((written[name] == original[name]).all() for name in original)
 
 
+@pytest.mark.slow
 def test_a_compressed_run_is_exported_as_codes_and_as_the_kernels_that_they_stand_for(folder, command, tmp_path):
     small = tmp_path / "small"
     how = ["--weights", "int4", "--group", "8", "--low-rank-error", "0.6"]

@@ -93,6 +93,7 @@ def remove_last_checkpoint(run_dir: Path) -> None:
     shutil.rmtree(find(run_dir).folder)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "difference"),
     [

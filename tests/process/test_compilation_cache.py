@@ -109,6 +109,7 @@ def inspected(times: int, between: Callable[[], object] = lambda: None) -> list[
     return found
 
 
+@pytest.mark.slow
 def test_a_program_from_the_cache_reads_like_a_compiled_one(entries, events):
     compilation_cache.enable()
     fresh, cached = inspected(2)

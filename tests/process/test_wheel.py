@@ -140,6 +140,7 @@ def editable(tmp_path_factory) -> tuple[Path, Path]:
     return clone, python
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", [".", "..", "docs", "/"])
 def test_an_editable_install_is_found_from_every_folder(where, editable):
     """Also from the folder that holds the clone, in which `meshpar` is the clone and not the package."""

@@ -73,6 +73,7 @@ def faults(browser, html, planned, folder, width=1280, scheme="light"):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (400, "light")])
 def test_a_plan_is_drawn_to_scale_and_fits_the_screen(browser, planned, tmp_path, width, scheme):
     html = page(planned, f"meshpar plan {'long' * 40}.yaml - meshpar 0").replace("<details>", "<details open>")

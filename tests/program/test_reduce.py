@@ -49,6 +49,7 @@ def test_a_step_with_a_declared_reduction_sends_the_closed_form(name, layout, nu
     assert sent == form
 
 
+@pytest.mark.slow
 def test_a_declared_reduction_over_slices_sends_the_closed_form():
     mesh = MeshLayout(data=2, fsdp=2, dcn=AxisSizes(replica=2))
     run = prepared("hsdp2x4", parallel={"gradient_reduction": REDUCTIONS["int8"]})

@@ -156,6 +156,7 @@ def test_flaxs_constraints_follow_the_rules_under_gspmd():
     assert hidden not in traced(on_one_device.on(manual=False))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adopt", [linen, nnx_stack])
 def test_linen_and_nnx_models_are_verified_as_they_are(adopt):
     proof = verify(adopt(), [rows(1), rows(2)])

@@ -64,6 +64,7 @@ def imported(tmp_path_factory):
     return found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("words", FORBIDDEN, ids=" ".join)
 def test_a_verb_imports_only_what_it_uses(imported, words):
     assert not imported[words] & FORBIDDEN[words]

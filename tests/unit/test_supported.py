@@ -71,6 +71,7 @@ def trace(prepared: Prepared) -> None:
     jax.eval_shape(prepared.step, prepared.placement.structs, prepared.batch)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("model", "rules", "axis", "lowering"), CASES)
 def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkeypatch):
     run = run_with(model, rules, axis, lowering)

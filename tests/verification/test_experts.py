@@ -84,10 +84,8 @@ def test_a_run_with_experts_is_equal():
     assert found.is_equal, str(found)
 
 
-IN_CI = [norm_without_experts]
-
-
-@pytest.mark.parametrize("plant", [pytest.param(one, marks=[] if one in IN_CI else pytest.mark.slow) for one in FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", FAULTS)
 def test_verify_blames_axis_expert(plant, monkeypatch):
     plant(monkeypatch)
     settings = {"parallel": {"expert": "ragged"}} if plant is sent_to_a_neighbour else {}
