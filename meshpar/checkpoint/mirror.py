@@ -27,6 +27,8 @@ from meshpar.errors import CheckpointError, DataError
 from meshpar.progress import say
 
 PARTIAL = ".fetched.partial"
+LOGS = "logs"
+"""The folder of what processes print, which their launcher begins before the run; it stays on its machine."""
 AT_A_TIME = 8
 """Files that travel beside each other."""
 T = TypeVar("T")
@@ -68,7 +70,7 @@ class Mirror:
         newer = sorted(step for step in there if step > max(mine, default=-1))
         if not newer:
             return
-        records = [name for name in names if name.partition("/")[0] != FOLDER]
+        records = [name for name in names if name.partition("/")[0] not in (FOLDER, LOGS)]
         self._check_empty(newer[-1], mine, records)
         say(f"meshpar: copies the checkpoints {', '.join(map(str, newer))} of {self.address} to {self.folder}")
         for step in newer:
@@ -168,10 +170,10 @@ class Mirror:
         return {int(p[1]) for p in parts if len(p) == 3 and (p[0], p[2]) == (FOLDER, checksums.FILE) and p[1].isdigit()}
 
     def _records(self) -> Iterator[Path]:
-        """The files of the directory beside its checkpoints, without those of running processes."""
+        """The files of the directory beside its checkpoints, without those of running processes and launchers."""
         for path in sorted(self.folder.rglob("*")):
-            inside = path.relative_to(self.folder).parts
-            if path.is_file() and FOLDER not in inside and path.suffix != ".partial" and path.name != lock.FILE:
+            first = path.relative_to(self.folder).parts[0]
+            if path.is_file() and first not in (FOLDER, LOGS) and path.suffix != ".partial" and path.name != lock.FILE:
                 yield path
 
     def _name(self, path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
@@ -13,6 +13,15 @@ from meshpar.regular_files import stored
 
 WRITTEN = ("s3", "gs", "file")
 """Schemes of the stores to which runs are copied."""
+
+HIGHEST = ("accuracy", "top_", "f1", "auc", "r2", "recall_at_")
+"""Beginnings of the names of metrics of which a higher value is better."""
+
+
+def with_best(data: Any) -> Any:
+    """The keys of a section with `metric` and `best`; where `best` is not given, the name of the metric may say it."""
+    named = isinstance(data, dict) and "best" not in data and str(data.get("metric")).startswith(HIGHEST)
+    return data | {"best": "highest"} if named else data
 
 
 class Retention(Config):
@@ -37,10 +46,13 @@ class Retention(Config):
     metric: str = "loss"
     """The metric by which checkpoints are ranked, from the evaluation at the same step."""
     best: Literal["lowest", "highest"] = "lowest"
-    """Whether the lowest or the highest value of the metric is the best."""
+    """Whether the lowest or the highest value of the metric is the best. Of `accuracy`, `top_5`, `f1`, `auc`, `r2` and
+    `recall_at_1` the highest is by default."""
     mirror: str | None = None
     """An address such as `s3://bucket/run`, to which the directory of the run is copied after each checkpoint and at
     the end. A run whose directory has no checkpoint goes on from there. `s3://` needs s3fs, `gs://` gcsfs."""
+
+    _best = pydantic.model_validator(mode="before")(with_best)
 
     @pydantic.field_validator("mirror")
     @classmethod

@@ -46,6 +46,8 @@ def chaos(
         raise ConfigError(f"--processes {processes} cannot share {total or 'a free number of'} devices: set --devices")
     if run.run_dir.exists() and any(run.run_dir.iterdir()):
         raise ConfigError(f"run_dir: {run.run_dir} is not empty; chaos needs a folder of its own")
+    if run.checkpoints.mirror:  # both runs would be one there, and compared with itself
+        raise ConfigError("checkpoints.mirror: the runs of chaos begin from nothing; set checkpoints.mirror=null")
     every = max(1, run.num_steps // EVERY)
     settings = [
         f"checkpoints={{every: {every}}}",

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from meshpar.checkpoint.retention import HIGHEST
 from meshpar.errors import ConfigError, suggestion
 from meshpar.experiment.config import Run
 from meshpar.inspection.report.table import table
 from meshpar.records.file import FILE, read
 from meshpar.sweep.grid import Point, text
 
-HIGHEST = ("accuracy", "top_", "f1", "auc", "r2", "recall_at_")
 LOWEST = ("loss", "perplexity", "mse", "rmse", "mae")
-"""Beginnings of the names of metrics, of which a higher or a lower value is better."""
+"""Beginnings of the names of metrics of which a lower value is better."""
 
 
 def direction(metric: str, best: str | None) -> Literal["lowest", "highest"]:

@@ -84,11 +84,12 @@ class Sweep:
         self.swept.check()
 
     def _begin(self, point: Point) -> None:
-        folder = self.runs[point].run_dir
+        run = self.runs[point]
+        folder = run.run_dir
         folder.mkdir(parents=True, exist_ok=True)
         imports = [word for path in user_code.named() for word in ("--import", str(path))]
         devices = [f"--devices={self.devices}"] if self.devices else []
-        words = ["train", str(self.config), *_overrides(self.fixed, point, folder), *devices]
+        words = ["train", str(self.config), *_overrides(self.fixed, point, folder, run.checkpoints.mirror), *devices]
         with (folder / OUTPUT).open("ab") as output:
             self.running[point] = subprocess.Popen(
                 [*self.command, *imports, *words],
@@ -152,9 +153,18 @@ def has_accelerator(root: Path = Path("/")) -> bool:
     return not only_cpus and (driver.is_installed(root) or any(root.glob("dev/accel*")))
 
 
-def _overrides(fixed: Sequence[str], point: Point, folder: Path) -> list[str]:
+def _overrides(fixed: Sequence[str], point: Point, folder: Path, mirror: str | None = None) -> list[str]:
     others = [override for override in fixed if not override.startswith("run_dir=")]
-    return [*others, *point.overrides, f"run_dir={json.dumps(str(folder))}"]
+    copied = [f"checkpoints.mirror={json.dumps(mirror)}"] if mirror else []
+    return [*others, *point.overrides, *copied, f"run_dir={json.dumps(str(folder))}"]
+
+
+def _load(config: Path, fixed: Sequence[str], point: Point, folder: Path) -> Run:
+    """The run of a point. Where the config has a mirror, each run is copied to a folder of its own below it."""
+    run = load(config, _overrides(fixed, point, folder))
+    if not (mirror := run.checkpoints.mirror):
+        return run
+    return load(config, _overrides(fixed, point, folder, f"{mirror.rstrip('/')}/{point.name}"))
 
 
 def _folder(config: Path, overrides: Sequence[str]) -> Path:
@@ -173,7 +183,7 @@ def _checked(
     seen: set[str] = set()
     for point in points:
         try:
-            run = load(config, _overrides(fixed, point, folder / point.name))
+            run = _load(config, fixed, point, folder / point.name)
             prepared = prepare(run, run.mesh.abstract(devices))
             if not runs:  # they differ in values, and not in what they record
                 recorded.check(metric, prepared)

@@ -130,6 +130,7 @@ def test_a_seed_determines_the_faults():
     [
         (["--faults=kill,flood"], "--faults flood: there are kill, stop, corrupt, full-disk, sigterm, slow, flip"),
         (["--processes=3"], "--processes 3 cannot share 4 devices: set --devices"),
+        (["checkpoints.mirror=s3://b/run"], "begin from nothing; set checkpoints.mirror=null"),
     ],
 )
 def test_what_cannot_run_is_refused(words: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]):

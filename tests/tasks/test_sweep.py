@@ -132,6 +132,16 @@ def test_bad_values_are_refused_before_anything_runs(command, monkeypatch, tmp_p
     assert (said.code, "each run would take all accelerators" in said.err) == (2, True)
 
 
+def test_each_run_of_a_sweep_has_a_mirror_of_its_own(tmp_path):
+    """In one mirror a run would go on from the checkpoints of another."""
+    (tmp_path / "config.yaml").write_text(CONFIG + "run_dir: run\ncheckpoints: {mirror: s3://bucket/sweep/}\n")
+    fixed, points = grid.read(["seed=[0,1]", "optim.lr=0.01"])
+    runs = sweeping._checked(tmp_path / "config.yaml", fixed, points, tmp_path, None, "loss")
+    assert [run.checkpoints.mirror for run in runs.values()] == ["s3://bucket/sweep/seed=0", "s3://bucket/sweep/seed=1"]
+    words = sweeping._overrides(fixed, points[0], tmp_path, runs[points[0]].checkpoints.mirror)
+    assert 'checkpoints.mirror="s3://bucket/sweep/seed=0"' in words
+
+
 @pytest.mark.parametrize(
     ("metric", "fix"),
     [("accuracy", "there are loss"), pytest.param("los", "did you mean loss?", marks=pytest.mark.slow)],

@@ -113,3 +113,12 @@ def test_values_of_a_callback_that_cannot_be_recorded_are_refused(tmp_path, foun
 def test_a_metric_that_is_never_recorded_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no evaluation has 'acc'; there are loss, score, tokens"):
         stopped(tmp_path, scores(1, 2), metric="acc")
+
+
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", "highest"), ("recall_at_1", "highest"), ("mse", "lowest")])
+def test_the_name_of_a_metric_says_which_values_are_better(metric, best):
+    evaluations = [{"step": step, metric: step / 10} for step in range(1, 5)]
+    given = EarlyStopping(patience=2, metric=metric)
+    assert (given.best, Retention(metric=metric).best) == (best, best)
+    assert (given.verdict(evaluations) is None) == (best == "highest")
+    assert EarlyStopping(patience=2, metric=metric, best="lowest").verdict(evaluations)

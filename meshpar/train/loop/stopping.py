@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from meshpar.checkpoint.retention import with_best
 from meshpar.config import Config, Positive
 from meshpar.errors import ConfigError
 
@@ -18,11 +19,14 @@ class EarlyStopping(Config):
     metric: str = "loss"
     """Metric of the evaluations: `loss`, or one that a callback returns."""
     best: Literal["lowest", "highest"] = "lowest"
-    """Whether lower or higher values are better."""
+    """Whether lower or higher values are better. Of `accuracy`, `top_5`, `f1`, `auc`, `r2` and `recall_at_1` higher
+    ones are by default."""
     patience: Positive
     """Number of evaluations in a row without improvement after which the run ends."""
     min_delta: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest change of the metric that counts as an improvement."""
+
+    _best = pydantic.model_validator(mode="before")(with_best)
 
     def verdict(self, evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """The record to write if the run should end after these evaluations; None if it should continue.
