@@ -240,7 +240,8 @@ class Projection(LinearMap):
     def weights(self) -> Weights:
         ctx = current()
         adapter = self.lora and self.lora.adapter
-        return super().weights._replace(adapter=adapter, number_format=ctx and ctx.number_format)
+        rounds = ctx and not ctx.is_planned  # `partition.rules.quantized` rounds the products of whole arrays
+        return super().weights._replace(adapter=adapter, number_format=ctx.number_format if ctx and rounds else None)
 
     def factorize(self, rank: int, rngs: nnx.Rngs) -> None:
         """Replaces the kernel by two factors of this rank, initialized at random."""

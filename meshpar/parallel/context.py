@@ -93,8 +93,12 @@ class ParallelContext:
         return live(self.mesh, self.rules.dispatch_axes(dim))
 
     def pspec(self, *dims: str | None) -> PartitionSpec:
-        """The sharding of an activation with these dims. A dim without a name is not sharded."""
-        return PartitionSpec(*((dim and self.axes(dim)) or None for dim in dims))
+        """The sharding of a whole activation with these dims. A dim without a name is not sharded."""
+        return PartitionSpec(*((dim and self.axes_of_whole(dim)) or None for dim in dims))
+
+    def axes_of_whole(self, dim: str) -> Axes:
+        """The axes that shard a dim of a whole activation. A local shard's `residual_seq` is a part of its `seq`."""
+        return self.residual_axes if dim == "residual_seq" else self.axes(dim)
 
     # Roles of axes -----------------------------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ def _check(shape: tuple[int, ...], dims: tuple[str, ...], ctx: ParallelContext) 
         if dim not in ctx.rules.table and dim not in ACTIVATION_DIMS:
             near = nearest(dim, set(ctx.rules.table))
             problems.add(dim, "no rule covers it", f"rules.{dim}=[]" + (f", or did you mean {near}?" if near else ""))
-        elif size % ctx.shards(dim):
-            shards = " x ".join(f"{a} = {ctx.mesh.shape[a]}" for a in ctx.axes(dim))
+        elif size % math.prod(ctx.mesh.shape[axis] for axis in ctx.axes_of_whole(dim)):
+            shards = " x ".join(f"{a} = {ctx.mesh.shape[a]}" for a in ctx.axes_of_whole(dim))
             problems.add(f"{dim} = {size}", f"is not divisible by {shards}", f"rules.{dim}=[] to leave it whole")
     problems.raise_any(ShardingError, f"constrain{dims}:")

@@ -282,6 +282,10 @@ COMPOSED = {
         {"pipeline": PIPELINE, "context": GATHERED},
         "manual", 1, OVER_CONTEXT, Blocks(block_size=2),
     ),
+    "pipeline_tensor_sp": (
+        "llama", {"pipe": 2, "context": 2, "tensor": 2}, ["pipeline", "megatron_sp", "context"],
+        {"pipeline": PIPELINE, "context": ULYSSES}, "manual", 1, {}, None,
+    ),
     "pipeline_ring": (
         "llama_gqa_tied_dropout", {"pipe": 2, "context": 4}, ["pipeline", "context"], {"pipeline": PIPELINE},
         "manual", 1, {}, None,
@@ -299,7 +303,7 @@ COMPOSED = {
         "llama_gqa_options", {"fsdp": 2, "context": 4}, ["fsdp", "context"], {}, "auto", 2, {}, Blocks(block_size=4),
     ),
 }  # fmt: skip
-IN_CI = ("tensor_sp", "pipeline_zero")
+IN_CI = ("tensor_sp", "pipeline_tensor_sp")
 
 
 @pytest.mark.sample(1)
