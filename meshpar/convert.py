@@ -18,12 +18,13 @@ from meshpar.checkpoint.selection import AVERAGES, PARAMS
 from meshpar.data import Ids, NoData, TokenizerFile
 from meshpar.data.corpus import Batching
 from meshpar.data.rows.config import RowData
-from meshpar.data.special_tokens import end_ids
+from meshpar.data.special_tokens import end_ids, special_tokens
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.experiment.start import from_files
+from meshpar.interop.encoder_model import EncoderModel, export_encoder
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.family_model import FamilyModel, export_family
 from meshpar.interop.folder import MODEL_FILES
@@ -37,6 +38,7 @@ from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.rules import AxisRules
+from meshpar.train.tasks import Classify, Contrastive, MaskedTokens
 from meshpar.tree import flatten_with_paths, map_with_path
 
 __all__ = ["from_hf", "to_hf", "to_peft"]
@@ -95,7 +97,7 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
         run = load(made / RUN_CONFIG, overrides)
         run.mesh.simulate(None)
         prepared = prepare(run.model_copy(update={"data": NoData(**_batches(run))}))
-        state = from_files(prepared, pretrained).state()
+        state = from_files(prepared, pretrained.fitted(prepared.run.model)).state()
         (made / RUN_CONFIG).write_text(config.to_yaml(run))
         with checkpoints(made / FOLDER, about=prepared.about) as saved:
             saved.save(0, state)
@@ -117,7 +119,7 @@ def run_of(pretrained: Pretrained, run_dir: Path, files: Path) -> Run:
     precision = Precision()
     if pretrained.dtype == np.dtype("bfloat16"):
         precision = Precision(params="bfloat16", compute="bfloat16", master="float32")
-    return Run(
+    run = Run(
         model=model,  # pyright: ignore[reportArgumentType]  one of those in ARCHITECTURES
         data=NoData(seq_len=min(256, model.max_seq_len), tokenizer=TokenizerFile(path=str(path)) if has_file else own),
         optim=AdamW(lr=1e-5),
@@ -125,10 +127,38 @@ def run_of(pretrained: Pretrained, run_dir: Path, files: Path) -> Run:
         num_steps=1000,
         run_dir=run_dir,
     )
+    return _encoder_run(run, model, pretrained.folder) if isinstance(model, EncoderModel) else run
+
+
+def _encoder_run(run: Run, model: EncoderModel, folder: Path) -> Run:
+    """The run with the head and the loss of an encoder, which has no next token to predict."""
+    if model.wanted.head == "hidden" and model.text:
+        model = model.model_copy(update={"head": "pairs"})
+    loss: Classify | Contrastive | MaskedTokens = Classify()
+    if model.wanted.head == "pairs":
+        loss = Contrastive()
+    elif model.wanted.head == "masked_tokens" and model.text:
+        mask_id, pad_id = _mask_id(folder, run.data.tokenizer), model.text.pad_id
+        loss = MaskedTokens(mask_id=mask_id, pad_id=pad_id, vocab_size=model.vocab_size)
+    return run.model_copy(update={"model": model, "loss": loss})
+
+
+def _mask_id(folder: Path, tokenizer: Tokenizer) -> int:
+    """The id of the token that stands for a hidden one.
+
+    Raises:
+      CheckpointError: the tokenizer has none.
+    """
+    token = special_tokens(folder).get("mask_token")
+    found = tokenizer.id_of(token) if token and isinstance(tokenizer, TokenizerFile) else None
+    if found is None:
+        what = f"{folder} has no tokenizer with a mask_token, which the loss of its head needs"
+        raise CheckpointError(f"{what}; write a config with init.from_hf={folder} and loss.mask_id=ID")
+    return found
 
 
 def _batches(run: Run) -> dict[str, Any]:
-    return run.data.model_dump(include={*Batching.model_fields})
+    return run.data.model_dump(include={*Batching.model_fields}, exclude_none=True)
 
 
 def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FILE) -> None:
@@ -148,6 +178,9 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     folder = Path(folder)
     check_free(folder)
     run, params, saved = trained(Path(source))
+    if isinstance(run.model, EncoderModel):
+        export_encoder(folder, run.model, params, _companions(run, saved), largest_file)
+        return
     if isinstance(run.model, FamilyModel):
         export_family(folder, run.model, params, _companions(run, saved), largest_file)
         return
@@ -261,6 +294,8 @@ def _restored(source: Path) -> tuple[Run, Prepared, Any, Saved]:
     run_dir = load(source).run_dir if source.is_file() else source
     saved = find(run_dir, (*PARAMS, *AVERAGES))
     run = _saved_run(saved)
+    if isinstance(run.model, EncoderModel):  # whose arrays do not depend on the rows
+        run = run.model_copy(update={"data": NoData(**_batches(run))})
     permit_code(run, run_dir)
     prepared = _without_files(run)
     return run, prepared, restore_params(saved, prepared.placement.structs.params), Saved(run_dir, saved)

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshpar.interop.architectures import ARCHITECTURES
+from meshpar.models.encoders import ENCODERS
 from meshpar.models.families import FAMILIES
 
 PATH = Path(__file__).parents[1] / "meshpar/models/config_classes.py"
 OF_LLAMA = ("internlm3",)
 """Kinds whose model is that of llama."""
 OF_FAMILIES = PATH.parent / "families/config_classes.py"
+OF_ENCODERS = PATH.parent / "encoders/config_classes.py"
 HEAD = '''\
 """Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes this file.
 
@@ -58,7 +60,7 @@ CONFIG_CLASSES: Mapping[str, ConfigClass] = {
 
 
 HEAD_OF_FAMILIES = '''\
-"""Keys and defaults of the config classes of the families. `scripts/config_classes.py` writes this file."""
+"""Keys and defaults of the config classes of {these}. `scripts/config_classes.py` writes this file."""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ from collections.abc import Mapping
 from meshpar.models.config_classes import ConfigClass
 
 # fmt: off
-CONFIG_CLASSES: Mapping[str, ConfigClass] = {
+CONFIG_CLASSES: Mapping[str, ConfigClass] = {{
 '''
 
 
@@ -114,7 +116,21 @@ def text() -> str:
 def text_of_families() -> str:
     """The whole file of the families."""
     kinds = [kind for kind, family in FAMILIES.items() if family.called is None and kind not in ARCHITECTURES]
-    return HEAD_OF_FAMILIES + "".join(_entry(kind, *described(kind)) for kind in kinds) + "}\n"
+    return (
+        HEAD_OF_FAMILIES.format(these="the families")
+        + "".join(_entry(kind, *described(kind)) for kind in kinds)
+        + "}\n"
+    )
+
+
+def text_of_encoders() -> str:
+    """The whole file of the encoders, with the classes of the parts of a model."""
+    kinds = [one for kind, family in ENCODERS.items() for one in (kind, *family.parts.values())]
+    return (
+        HEAD_OF_FAMILIES.format(these="the encoders")
+        + "".join(_entry(kind, *described(kind)) for kind in kinds)
+        + "}\n"
+    )
 
 
 def _entry(
@@ -137,3 +153,4 @@ def _entry(
 if __name__ == "__main__":
     PATH.write_text(text())
     OF_FAMILIES.write_text(text_of_families())
+    OF_ENCODERS.write_text(text_of_encoders())

@@ -39,6 +39,8 @@ def convert(
     if from_hf is not None:
         written = convert.from_hf(from_hf, run, overrides or [])
         named = "" if written.data.kind != "none" else " data.kind=jsonl data.path=FILE"
+        if named and written.model.kind == "encoder":
+            named = " data.kind=import data.target=MODULE:ROWS"
         typer.echo(
             f"{run}: {convert.RUN_CONFIG} and the checkpoint of step 0\n"
             f"to train it on your data: meshpar train {shlex.quote(f'{run}/{convert.RUN_CONFIG}')}{named}"

@@ -19,6 +19,7 @@ from meshpar.data.images.config import Images
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
+from meshpar.interop.encoder_model import EncoderModel
 from meshpar.interop.family_model import FamilyModel
 from meshpar.interop.flax_model import Import
 from meshpar.interop.imported_callback import ImportedCallback
@@ -43,7 +44,7 @@ from meshpar.train.loss import Distill, LossConfig
 from meshpar.train.preferences import DPO, ORPO
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 
-Model = Annotated[Family | FamilyModel | Import, pydantic.Field(discriminator="kind")]
+Model = Annotated[Family | FamilyModel | EncoderModel | Import, pydantic.Field(discriminator="kind")]
 """One of meshpar's models, or a user's Flax model."""
 Data = Annotated[Tokens | ImportedData | Images, pydantic.Field(discriminator="kind")]
 """Packed tokens, or rows of arrays."""
@@ -215,7 +216,7 @@ class Run(Config):
             return data
         if "config" in model:  # of a family, which is complete
             return data
-        if model.get("kind") not in (None, "llama", "gpt", "family"):
+        if model.get("kind") not in (None, "llama", "gpt", "family", "encoder"):
             return data
         found = _model_in(init, data.get("run_dir"))
         kind = found.get("kind")

@@ -73,8 +73,7 @@ def _pretrained(prepared: Prepared, init: Init, folder: Path) -> PretrainedBegin
         raise ConfigError(_no_folder("init.from_hf", folder))
     if init.adapter and not init.adapter.is_dir():
         raise ConfigError(_no_folder("init.adapter", init.adapter))
-    pretrained = replace(open_folder(folder), is_upcycled=init.upcycle)
-    pretrained.check(prepared.run.model)
+    pretrained = replace(open_folder(folder), is_upcycled=init.upcycle).fitted(prepared.run.model)
     return replace(from_files(prepared, pretrained), adapter=_adapter(prepared, init.adapter, folder))
 
 

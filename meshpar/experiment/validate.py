@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.data import Preferences, Prompts
+from meshpar.data import NoData, Preferences, Prompts
 from meshpar.data.rows.config import RowData
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
@@ -149,7 +149,7 @@ def _check_task(run: Run, num_passes: int, problems: Problems) -> None:
     if isinstance(run.loss, NamedLoss) and not is_imported:
         what = f"a model of kind {run.model.kind} minimizes the loss of the next token"
         problems.add(f"loss.kind = {run.loss.kind}", what, "loss.kind=next_token, or model.kind=import")
-    elif isinstance(run.loss, NamedLoss) and not isinstance(run.data, RowData):
+    elif isinstance(run.loss, NamedLoss) and not isinstance(run.data, (RowData, NoData)):
         what = "a loss by name reads rows of arrays, and these are packed tokens"
         problems.add(f"loss.kind = {run.loss.kind}", what, "data.kind=import")
     if isinstance(run.loss, Contrastive) and (num_passes > 1 or run.parallel.local):

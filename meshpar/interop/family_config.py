@@ -53,7 +53,7 @@ def options_of(config: Json, where: str, problems: Problems) -> DecoderOptions |
         given[ORIGINAL] = config[ORIGINAL]
     keys = Keys(given, found)
     options = family.read(keys)
-    _check_unread(keys, own)
+    check_unread(keys, own)
     _check_layer_types(config, own, options, found)
     for problem in found.found:
         problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
@@ -76,7 +76,7 @@ def _check_layer_types(config: Json, own: ConfigClass, options: DecoderOptions, 
     found.add("layer_types", what, "leave it out, to compute what transformers does")
 
 
-def _check_unread(keys: Keys, own: ConfigClass) -> None:
+def check_unread(keys: Keys, own: ConfigClass) -> None:
     """Refuses another value than the default of a key that nothing read."""
     known = {problem.where for problem in keys.found.found}
     for key, value in keys.given.items():

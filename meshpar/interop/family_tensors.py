@@ -16,12 +16,16 @@ from flax import nnx
 
 from meshpar.interop.export import tensor_of
 from meshpar.interop.safetensors import Tensor, Written
+from meshpar.models.encoders.family import EncoderFamily, Stored
+from meshpar.models.encoders.model import encoder
+from meshpar.models.encoders.options import EncoderOptions, TwoTowers
 from meshpar.models.families.decoder import FamilyDecoder
 from meshpar.models.families.family import Exact, Family
 from meshpar.models.families.options import DecoderOptions
 from meshpar.models.foreign import EXPERT, LAYER, Foreign, Shape
 from meshpar.tree import flatten_with_paths
 
+Options = DecoderOptions | EncoderOptions | TwoTowers
 STACKED = f"[{EXPERT}]"
 """The end of a name whose tensor has the index of `#` as its first dim."""
 
@@ -51,19 +55,24 @@ class Place:
             yield (index,), self.name.replace(EXPERT, str(index))
 
 
+def module_of(options: Options) -> Any:
+    """A function with an argument `rngs` that returns the module of a model's options."""
+    return partial(FamilyDecoder if isinstance(options, DecoderOptions) else encoder, options)  # pyright: ignore
+
+
 @cache
-def shapes_of(options: DecoderOptions) -> Mapping[str, Shape]:
+def shapes_of(options: Options) -> Mapping[str, Shape]:
     """Path -> shape of each parameter."""
     with nnx.use_eager_sharding(False):
-        state = nnx.eval_shape(lambda: nnx.state(FamilyDecoder(options, rngs=nnx.Rngs(0)), nnx.Param))
+        state = nnx.eval_shape(lambda: nnx.state(module_of(options)(rngs=nnx.Rngs(0)), nnx.Param))
     return {path.removesuffix(".value"): struct.shape for path, struct in flatten_with_paths(state).items()}
 
 
-def places_of(options: DecoderOptions, family: Family) -> list[Place]:
+def places_of(options: Options, family: Family | EncoderFamily) -> list[Place]:
     """The tensors of a model, in the order of its layers."""
     shapes = shapes_of(options)
     found: list[Place] = []
-    for name, foreign in family.names_of(options).items():
+    for name, foreign in family.names_of(options).items():  # pyright: ignore[reportArgumentType]
         for layer in range(len(options.layers)) if LAYER in name else (0,):
             parts = tuple(path.replace(LAYER, str(layer)) for path in foreign.parts)
             if parts[0] in shapes:
@@ -86,6 +95,8 @@ def split(tensors: Mapping[str, Tensor], places: list[Place]) -> dict[str, Tenso
             found |= _parts(base, found.pop(base))
         elif isinstance(place.foreign, Exact) and base in found:
             found[base] = replace(found[base], shape=(math.prod(found[base].shape),))
+        elif isinstance(place.foreign, Stored) and base in found and found[base].shape == place.foreign.dims:
+            found[base] = replace(found[base], shape=place.foreign.flat)
     return found
 
 
@@ -95,7 +106,7 @@ def _parts(base: str, whole: Tensor) -> dict[str, Tensor]:
     return {f"{base}[{i}]": replace(whole, shape=(*rest,), begin=whole.begin + i * size) for i in range(num)}
 
 
-def expected(options: DecoderOptions, places: list[Place]) -> dict[str, Shape]:
+def expected(options: Options, places: list[Place]) -> dict[str, Shape]:
     """Name -> shape of each tensor, as `split` gives them."""
     shapes = shapes_of(options)
     return {
@@ -104,7 +115,7 @@ def expected(options: DecoderOptions, places: list[Place]) -> dict[str, Shape]:
 
 
 def written(
-    options: DecoderOptions, family: Family, params: Mapping[str, jax.Array], dtype: np.dtype
+    options: Options, family: Family | EncoderFamily, params: Mapping[str, jax.Array], dtype: np.dtype
 ) -> Iterator[Written]:
     """The tensors of a folder, made one at a time."""
     shapes = shapes_of(options)
@@ -130,6 +141,6 @@ def numbered_name(name: str) -> str:
     return re.sub(r"\.\d+\.", f".{LAYER}.", name, count=1)
 
 
-def abstract(options: DecoderOptions) -> Any:
+def abstract(options: Options) -> Any:
     """Structs of the parameters."""
     return {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes_of(options).items()}

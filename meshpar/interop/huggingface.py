@@ -72,6 +72,7 @@ class Pretrained:
       config: the content of `config.json`.
       tensors: by name; not read yet.
       is_upcycled: whether the MLP of each block becomes each of the experts of a run's model.
+      left_out: tensors of the folder that the model has no use for.
     """
 
     folder: Path
@@ -79,6 +80,7 @@ class Pretrained:
     model: DecoderModel
     tensors: Mapping[str, Tensor]
     is_upcycled: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -161,6 +163,11 @@ class Pretrained:
             ours, theirs = (json.dumps(keys.get(key)) for keys in (in_run, in_folder))
             problems.add(f"model.{key}", f"{ours} in this run, {theirs} in {where}", f"model.{key}={theirs}")
         problems.raise_any(ConfigError, "the model of init.from_hf differs from the run's:")
+
+    def fitted(self, model: ModelContract) -> Pretrained:
+        """The folder for the model of a run, after `check`."""
+        self.check(model)
+        return self
 
     def _dense(self, model: DecoderModel, problems: Problems) -> DecoderModel:
         """The dense model from which a run's model is upcycled. Reports settings with which the two would differ."""

@@ -1,4 +1,4 @@
-"""Opens a Hugging Face folder: of one of meshpar's own decoders, of a family, or of an adapter."""
+"""Opens a Hugging Face folder: of one of meshpar's own decoders, of a family, of an encoder, or of an adapter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from meshpar.errors import Problems
 from meshpar.interop import architectures
+from meshpar.interop.encoder_config import encoder_family
+from meshpar.interop.encoder_model import open_encoder
 from meshpar.interop.family_config import family_of, options_of
 from meshpar.interop.family_model import open_family
 from meshpar.interop.folder import read_json
@@ -27,6 +29,8 @@ def open_folder(folder: Path) -> Pretrained:
         base = open_folder(base_of(folder))
         return replace(base, tensors=adapted(folder, base.tensors, base.prefix, base.transposed))
     config = read_json(folder, CONFIG, Problems()) if folder.exists() else {}
+    if encoder_family(config):
+        return open_encoder(folder, config)
     if _is_of_family(config):
         return open_family(folder, config)
     return open_pretrained(folder)

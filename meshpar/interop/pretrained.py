@@ -88,7 +88,13 @@ class PretrainedBeginning:
         read = {path for path in paths if path in self.source.paths or path.rpartition(".")[0] in self.codes}
         read |= {path for path in paths if self.adapter and is_lora(path)}
         taken, made = ([f"params.{path}" for path in paths if (path in read) == is_read] for is_read in (True, False))
-        return {"source": str(self.source.folder), "restored": taken, "initialized": made, "ignored": [], "changed": {}}
+        return {
+            "source": str(self.source.folder),
+            "restored": taken,
+            "initialized": made,
+            "ignored": [*self.source.left_out],
+            "changed": {},
+        }
 
 
 def _stored(kernel: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -91,6 +92,12 @@ def other_rows():
 def tokens(num=64):
     draw = np.random.default_rng(0)
     return {name: draw.integers(0, 60, size=(num, 8)) for name in ("tokens", "other")}
+
+
+def loss_of_encoder(model, batch):
+    """Of whatever the head returns: the second array is the other text of a pair, or a mask."""
+    outputs = jax.tree.leaves(model(batch["tokens"], batch["other"]))
+    return sum(jnp.square(x).mean() for x in outputs)
 
 
 def scaled(row, rng):

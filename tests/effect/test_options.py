@@ -26,6 +26,7 @@ from tests.effect.files import written
 from tests.effect.walk import BASES, EXCEPTIONS, KEYS, change
 
 OF_ONE_KIND = {"Llama": ["llama"], "GPT": ["gpt"], "Import": ["import"], "FamilyModel": ["family"],
+               "EncoderModel": ["encoder"],
                "ExpertParallel": ["llama", "import"],
                "LossConfig.target": ["import", "llama", "gpt"]}  # fmt: skip
 OF_ONE_KIND |= {name: ["rows"] for name in ("ImportedData", "Classify", "Regress", "MaskedTokens", "Contrastive")}

@@ -77,10 +77,11 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 HIDDEN_ACTS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu",
 }  # fmt: skip
 """Hugging Face's name of an activation -> ours."""
 
@@ -99,12 +100,16 @@ class Feedforward(nnx.Module):
         self.down = linear([mlp], [embed])
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.inner(x))
+
+    def inner(self, x: jax.Array) -> jax.Array:
+        """What the last projection reads."""
         if self.gate_up is not None:
             both = self.gate_up(x)
-            return self.down(self.act(both[..., 0, :]) * both[..., 1, :])
+            return self.act(both[..., 0, :]) * both[..., 1, :]
         assert self.up is not None
         up = self.up(x)
-        return self.down(self.act(up) if self.gate is None else self.act(self.gate(x)) * up)
+        return self.act(up) if self.gate is None else self.act(self.gate(x)) * up
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:

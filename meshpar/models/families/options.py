@@ -7,7 +7,7 @@ from typing import Literal
 
 PARTS = "rank"
 """The name of dims that count parts of a kernel: no preset shards it."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "gpt_oss"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "xielu", "gpt_oss"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,339 @@
+"""An encoder of a family of Hugging Face, as a kind of model: it is trained on rows of arrays with a loss by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from meshpar.data.rows.spec import COUNTED
+from meshpar.errors import CheckpointError, ConfigError, Problems
+from meshpar.interop.encoder_config import (
+    MOST_CLASSES,
+    Described,
+    check_head,
+    described,
+    encoder_family,
+    encoder_options,
+)
+from meshpar.interop.export import LARGEST_FILE, copy_companions, whole_or_not, write_files
+from meshpar.interop.family_model import VALUE, FamilyModel, FamilyPretrained
+from meshpar.interop.family_tensors import expected, module_of, places_of, split, written
+from meshpar.interop.folder import read_json
+from meshpar.interop.huggingface import CONFIG, FLOATS, Sizes, tensors_of
+from meshpar.interop.safetensors import Tensor
+from meshpar.models.contract import ModelContract, Task, Unsupported, Vocabulary
+from meshpar.models.encoders.family import EncoderFamily, HeadName, Options, Wanted
+from meshpar.models.encoders.options import Picture, Text, TwoTowers
+from meshpar.models.foreign import Shape
+from meshpar.parallel.context import ParallelContext
+from meshpar.sharding.spec import ArraySpec
+
+HeadKey = Literal["masked_tokens", "classify", "pairs"]
+LOSSES: Mapping[HeadName, tuple[str, ...]] = {
+    "masked_tokens": ("masked_tokens",), "classify": ("classify", "regress"), "pairs": ("contrastive",),
+}  # fmt: skip
+"""Head -> the losses by name that read what it returns."""
+OLD_NAMES = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
+"""Ends of names that the first versions of transformers wrote -> those of today."""
+TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder|decoder)\.weight")
+BUFFER = re.compile(r"(.*\.)?position_ids")
+
+
+class EncoderModel(FamilyModel):
+    """An encoder of one of Hugging Face's families: BERT, RoBERTa, ModernBERT, ViT or CLIP.
+
+    >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    >>> EncoderModel(config={"model_type": "bert", "vocab_size": 64, **sizes}, head="classify").options.head.num
+    2
+    """
+
+    kind: Literal["encoder"] = "encoder"  # pyright: ignore[reportIncompatibleVariableOverride]
+    head: HeadKey | None = None
+    """What is computed of the hidden states: `masked_tokens`, the logits of tokens; `classify`, those of classes; or
+    `pairs`, the vectors of two texts. Default: that of the class which `architectures` in `config` names."""
+    num_labels: int | None = Field(default=None, gt=0, le=MOST_CLASSES)
+    """The number of classes of the head `classify`. Default: that of `config`, or 2."""
+    pooling: Literal["cls", "mean", "max"] | None = None
+    """The vector of a text, for `pairs`: that of its first token, or the mean or largest of its tokens. Default: what
+    the folder of `init.from_hf` says, or `mean`."""
+
+    called_with: ClassVar = ("tokens", "mask", "types")
+
+    @pydantic.model_validator(mode="after")
+    def _is_supported(self) -> EncoderModel:
+        problems = Problems()
+        if (family := encoder_family(self.config)) is None:
+            problems.add("config.model_type", f"{self.config.get('model_type')!r} is no encoder that is read")
+        elif self.head and not {self.head, *(("hidden",) if self.head == "pairs" else ())} & family.classes.keys():
+            known = ", ".join(one for one in family.classes if one != "hidden")
+            problems.add("head", f"{self.config['model_type']} has no head {self.head}", f"one of {known}")
+        elif self.head == "pairs" and self.config["model_type"] == "vit":
+            problems.add("head", "pairs are of texts, and vit reads pictures", "head: classify")
+        else:
+            if self.head is None:
+                check_head(self.config, family, "config", problems)
+            encoder_options(self.config, self.wanted, "config", problems)
+        for key, given, head in (("num_labels", self.num_labels, "classify"), ("pooling", self.pooling, "pairs")):
+            if family and given is not None and self.wanted.head != head:
+                problems.add(key, f"is of the head {head}, and this model has {self.wanted.head}", f"head: {head}")
+        if problems.found:
+            raise ValueError(
+                "\n".join("; ".join(filter(None, (f"{one.where}: {one.what}", one.fix))) for one in problems.found)
+            )
+        return self
+
+    @property
+    def wanted(self) -> Wanted:
+        """The head, and what it needs."""
+        own = described(self.config, self.encoder_family)
+        return Wanted(self.head or own.head, self.num_labels or own.num, self.pooling or "mean")
+
+    @cached_property
+    def options(self) -> Options:  # pyright: ignore[reportIncompatibleVariableOverride]
+        options = encoder_options(self.config, self.wanted, "config", Problems())
+        assert options is not None  # it was validated
+        return options
+
+    @property
+    def encoder_family(self) -> EncoderFamily:
+        family = encoder_family(self.config)
+        assert family is not None
+        return family
+
+    @property
+    def family(self) -> EncoderFamily:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.encoder_family
+
+    def module(self) -> Any:
+        return module_of(self.options)
+
+    @property
+    def text(self) -> Text | None:
+        """The tower over tokens; None if there is none."""
+        options = self.options
+        tower = options.text if isinstance(options, TwoTowers) else options.tower
+        return tower if isinstance(tower, Text) else None
+
+    @property
+    def picture(self) -> Picture | None:
+        """The tower over pictures; None if there is none."""
+        options = self.options
+        tower = options.picture if isinstance(options, TwoTowers) else options.tower
+        return tower if isinstance(tower, Picture) else None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size if self.text else 1
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.text.max_seq_len if self.text else 1
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return True
+
+    def vocabulary(self) -> Vocabulary | Unsupported:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.text is None:
+            return Unsupported("its inputs are pictures")
+        return Vocabulary(self.vocab_size, self.vocab_size)
+
+    def batch_specs(self, batch_size: int, seq_len: int) -> dict[str, ArraySpec]:
+        """The arrays of rows that the head reads, with a label for each."""
+        specs = {COUNTED: ArraySpec((batch_size,), np.dtype("int32"), ("batch",))}
+        if self.text:
+            rows = ArraySpec((batch_size, seq_len), np.dtype("int32"), ("batch", ""))
+            specs |= {"tokens": rows} | ({"others": rows} if self.head == "pairs" and not self.picture else {})
+        if self.picture:
+            shape = (batch_size, *self.picture.size, self.picture.channels)
+            specs["image"] = ArraySpec(shape, np.dtype("float32"), ("batch", "", "", ""))
+        if self.wanted.head == "classify":
+            specs["label"] = ArraySpec((batch_size,), np.dtype("int32"), ("batch",))
+        return specs
+
+    def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
+        super().check(task, ctx, problems)
+        head = self.wanted.head
+        losses = LOSSES.get(head)
+        if losses is None:
+            heads = [one for one in LOSSES if one in self.family.classes or (one == "pairs" and self.text)]
+            what = f"{self.family.classes['hidden']} returns hidden states, of which no loss is known"
+            problems.add("model.head", what, f"model.head={' or '.join(heads)}")
+        elif task.named and task.named.kind not in losses:  # pyright: ignore[reportAttributeAccessIssue]
+            what = f"the head {head} returns what {' and '.join(losses)} read"
+            problems.add(f"loss.kind = {task.named.kind}", what, f"loss.kind={losses[0]}")  # pyright: ignore
+        elif not task.named and task.loss.target is None:
+            what = "an encoder reads whole rows, and predicts no next token"
+            problems.add("loss.kind = next_token", what, f"loss.kind={losses[0]}")
+
+    def causal(self, seq_len: int) -> Any:
+        raise ConfigError(
+            f"model.kind = encoder: {self.config['model_type']} reads whole rows, and generates no text; "
+            "meshpar serve answers with its vectors at /v1/embeddings"
+        )
+
+
+@dataclass(frozen=True)
+class EncoderPretrained(FamilyPretrained):
+    """A checked folder of an encoder. Tensors of other heads than the model's are left out."""
+
+    model: EncoderModel  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def check(self, model: ModelContract) -> None:
+        """Checks that the folder's tower is that of a run's model.
+
+        Raises:
+          ConfigError: it is another one.
+        """
+        where = self.folder / CONFIG
+        if self.is_upcycled:
+            raise ConfigError("init.upcycle: only meshpar's own decoders are upcycled; init.upcycle=false")
+        if not isinstance(model, EncoderModel):
+            raise ConfigError(f"init.from_hf: {where} describes a model of kind encoder, not {model._name}; model=null")
+        wanted = replace(model.wanted, num=1)
+        if encoder_options(self.config, wanted, "", Problems()) != encoder_options(
+            model.config, wanted, "", Problems()
+        ):
+            keys = sorted(key for key in model.config.keys() | self.config.keys() if self._differs(model, key))
+            raise ConfigError(f"model.config differs from {where}: {', '.join(keys)}; leave model.config out")
+
+    def _differs(self, model: EncoderModel, key: str) -> bool:
+        return model.config.get(key) != self.config.get(key)
+
+    def fitted(self, model: ModelContract) -> EncoderPretrained:
+        self.check(model)
+        assert isinstance(model, EncoderModel)
+        return opened(self.folder, self.config, model)
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, part in self._parts.items() if part.name in self.tensors]
+
+
+def open_encoder(folder: Path, config: dict[str, Any]) -> EncoderPretrained:
+    """Reads the headers of a folder, whose config is of an encoder; its model has the head of its class.
+
+    Raises:
+      CheckpointError: lists every problem, see `open_pretrained`.
+    """
+    family = encoder_family(config)
+    assert family is not None
+    problems = Problems()
+    own, where = described(config, family), str(folder / CONFIG)
+    encoder_options(config, Wanted(own.head, own.num), where, problems)
+    problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
+    return opened(folder, config, EncoderModel(config=config))
+
+
+def opened(folder: Path, config: dict[str, Any], model: EncoderModel) -> EncoderPretrained:
+    """The folder's tensors for a model, which may have another head than the folder's class.
+
+    Raises:
+      CheckpointError: lists the tensors of the tower that are missing, and those that are unknown or of another shape.
+    """
+    problems = Problems()
+    given = tensors_of(folder, problems)
+    problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
+    if len(model.options.layers) > max(1, len(given)):
+        what = f"has {len(model.options.layers)} layers, but there are {len(given)} tensors"
+        raise CheckpointError(f"{folder / CONFIG} {what}")
+    family = model.family
+    places = places_of(model.options, family)
+    tensors = split(_named(given, family), places)
+    wanted = expected(model.options, places)
+    is_own = described(config, family) == Described(model.wanted.head, model.wanted.num)
+    heads = {place.name for place in places if place.foreign.parts[0].startswith("head.")}
+    left_out = _left_out(tensors, wanted, family)
+    for name, shape in wanted.items():
+        if is_own or name not in heads:
+            _check(folder, name, tensors.get(name), shape, model, problems)
+        elif name in tensors and tensors[name].shape != shape:
+            left_out.append(name)
+    for name in tensors.keys() - wanted.keys() - {*left_out}:
+        problems.add(name, f"is in {tensors[name].file.name}, but is no parameter of this model")
+    problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
+    taken = {name: tensors[name] for name in wanted if name in tensors and name not in left_out}
+    return EncoderPretrained(folder, config, model, taken, left_out=tuple(sorted(left_out)))
+
+
+def _named(given: Mapping[str, Tensor], family: EncoderFamily) -> dict[str, Tensor]:
+    """The tensors by the names of a class with a head: the class without one leaves out the prefix."""
+    found: dict[str, Tensor] = {}
+    bare = not any(name.startswith(family.prefix) for name in given)
+    for name, tensor in given.items():
+        for old, new in OLD_NAMES:
+            name = name.replace(old, new) if name.endswith(old) else name
+        found[f"{family.prefix}{name}" if bare else name] = tensor
+    return found
+
+
+def _left_out(tensors: Mapping[str, Tensor], wanted: Mapping[str, Shape], family: EncoderFamily) -> list[str]:
+    """The tensors of other heads, copies of the embedding, and buffers."""
+    others = [BUFFER, TIED, *map(re.compile, family.others)]
+    return [name for name in tensors if name not in wanted and any(one.fullmatch(name) for one in others)]
+
+
+def _check(folder: Path, name: str, tensor: Tensor | None, shape: Shape, model: Sizes, problems: Problems) -> None:
+    if tensor is None:
+        problems.add(name, f"is missing; {CONFIG} requires {list(shape)}")
+    elif tensor.shape != shape:
+        of_vocabulary = model.vocab_size in shape and model.vocab_size not in tensor.shape
+        fix = f"{CONFIG} has vocab_size {model.vocab_size}" if of_vocabulary else ""
+        problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
+    elif tensor.dtype.name not in FLOATS:
+        problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
+
+
+def export_encoder(
+    folder: Path, model: EncoderModel, params: Mapping[str, jax.Array], companions: Path | None,
+    largest_file: int = LARGEST_FILE,
+) -> None:  # fmt: skip
+    """Writes an encoder as a folder, see `export.export`.
+
+    Args:
+      companions: a folder with the `config.json` that the model was read from, and its tokenizer's files.
+    """
+    params = {path.removesuffix(VALUE): array for path, array in params.items()}
+    dtype = np.dtype(next(iter(params.values())).dtype)
+    config = _config(model, companions)
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
+    tensors = list(written(model.options, model.family, params, dtype))
+    if model.wanted.head in ("hidden", "pairs") and model.family.prefix:
+        tensors = [replace(one, name=one.name.removeprefix(model.family.prefix)) for one in tensors]
+    with whole_or_not(folder) as made:
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        copy_companions(companions, made)
+        write_files(made, tensors, largest_file)
+
+
+def _config(model: EncoderModel, companions: Path | None) -> dict[str, Any]:
+    """The file that the model was read from, with the class and the classes of the model if they are others."""
+    config = model.config
+    if companions and (companions / CONFIG).exists():
+        problems = Problems()
+        kept = read_json(companions, CONFIG, problems)
+        problems.raise_any(CheckpointError, f"{companions} cannot be read:")
+        wanted = model.wanted
+        is_same = encoder_family(kept) is model.family
+        if is_same and encoder_options(kept, wanted, "", Problems()) == model.options:
+            config = kept
+    own, wanted = described(config, model.family), model.wanted
+    head: HeadName = "hidden" if wanted.head == "pairs" and "hidden" in model.family.classes else wanted.head
+    if own.head != head or "architectures" not in config:
+        config = config | {"architectures": [model.family.classes[head]]}
+    if wanted.head == "classify" and own.num != wanted.num:
+        labels = [f"LABEL_{i}" for i in range(wanted.num)]
+        config = {key: value for key, value in config.items() if key != "num_labels"}
+        config |= {"id2label": {str(i): one for i, one in enumerate(labels)},
+                   "label2id": {one: i for i, one in enumerate(labels)}}  # fmt: skip
+    return config
