@@ -42,7 +42,7 @@ def described(config: Json, family: EncoderFamily) -> Described:
     labels = config.get("id2label")
     num = config.get("num_labels", len(labels) if isinstance(labels, dict) and labels else 2)
     is_size = isinstance(num, int) and not isinstance(num, bool) and 0 < num <= MOST_CLASSES
-    return Described(heads[0] if heads else base, num if is_size else 2)
+    return Described(heads[0] if heads else base, num if is_size else 2)  # pyright: ignore[reportArgumentType]
 
 
 def encoder_options(config: Json, wanted: Wanted, where: str, problems: Problems) -> Options | None:
