@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from socket import socket
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshpar.cli.app import Devices, NoCache, Overrides, app, use_cache
 from meshpar.cli.generate import Draft, Ngrams, NumDrafts
 from meshpar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshpar.serve.source import Source
 
 LOCAL = ("127.0.0.1", "localhost")
 
@@ -79,13 +84,17 @@ def serve(
         opened.run.mesh.simulate(devices)
         use_cache(no_cache)
         name = name or source.resolve().name
+        hosts = LOCAL if host in LOCAL else ("*",)
+        if opened.run.model.kind == "encoder":
+            of_decoders = {"--adapter": adapter, "--draft": draft, "--ngrams": ngrams, "--cache": cache}
+            _serve_encoder(opened, name, token, hosts, bound, [one for one, given in of_decoders.items() if given])
+            return
         adapters = open_adapters(opened, adapter_folders(adapter or [], name))
         engine = open_engine(
             opened, slots=slots, max_len=max_len, page_size=page_size, cache_bytes=cache_bytes, chunk=chunk,
             max_queue=queue, draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
             adapters=adapters,
         )  # fmt: skip
-        hosts = LOCAL if host in LOCAL else ("*",)
         endpoints = endpoints_of(engine, opened, name, token, hosts, adapters.names if adapters else ())
 
         def ready() -> None:
@@ -93,6 +102,26 @@ def serve(
             typer.echo(f"{engine}\nlistening at http://{address}:{at}", err=True)
 
         run(endpoints.app(), endpoints.service, bound, ready)
+
+
+def _serve_encoder(
+    source: Source, name: str, token: str | None, hosts: Sequence[str], bound: socket, unused: list[str]
+) -> None:
+    """Serves an encoder, which has no cache and no answers that options could change."""
+    from meshpar.serve.embeddings import Embedder
+    from meshpar.serve.http.embeddings import EmbeddingEndpoints
+    from meshpar.serve.http.server import run
+
+    if unused:
+        raise ConfigError(f"{', '.join(unused)}: {name} is an encoder, which generates nothing; leave it out")
+    embedder = Embedder.of(source)
+    endpoints = EmbeddingEndpoints(embedder, name, token, hosts)
+
+    def ready() -> None:
+        address, at, *_ = bound.getsockname()
+        typer.echo(f"{embedder}\nlistening at http://{address}:{at}", err=True)
+
+    run(endpoints.app(), endpoints, bound, ready)
 
 
 def _check_extra() -> None:

@@ -146,6 +146,12 @@ class TokenizerFile(Config):
         """The ids of a text in which special tokens count as such: for texts that a chat template rendered."""
         return self._encode_all(_with_special(self._library), [text])[0]
 
+    def encode_whole(self, text: str) -> list[int]:
+        """The ids of a text with those that the file's template inserts before and after it, as encoders read it."""
+        _utf8(text, "strict")
+        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
+            return list(self._library.encode(text).ids)
+
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """As `encode_special`, and int[length, 2]: the characters of the text where each token starts and ends."""
         _utf8(text, "strict")

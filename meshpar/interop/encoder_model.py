@@ -64,8 +64,8 @@ class EncoderModel(FamilyModel):
     num_labels: int | None = Field(default=None, gt=0, le=MOST_CLASSES)
     """The number of classes of the head `classify`. Default: that of `config`, or 2."""
     pooling: Literal["cls", "mean", "max"] | None = None
-    """The vector of a text, for `pairs`: that of its first token, or the mean or largest of its tokens. Default: what
-    the folder of `init.from_hf` says, or `mean`."""
+    """The vector of a text, for `pairs`: that of its first token, or the mean or largest of its tokens. Default: `mean`,
+    and in `serve` what the folder declares."""
 
     called_with: ClassVar = ("tokens", "mask", "types")
 

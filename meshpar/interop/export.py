@@ -27,7 +27,8 @@ from meshpar.regular_files import open_regular
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of tensors per file, if there are several tensors."""
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+              "preprocessor_config.json", "processor_config.json",
               "chat_template*", "generation_config.json")  # fmt: skip
 """Globs of the files that are copied with a model, byte for byte."""
 

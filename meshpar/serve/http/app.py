@@ -83,6 +83,7 @@ class Endpoints:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", self.health),
             Route("/metrics", self.prometheus),
@@ -94,7 +95,7 @@ class Endpoints:
     async def completions(self, http: HttpRequest) -> Response:
         """`/v1/completions`."""
         self._authorize(http)
-        body = parse(CompletionBody, await _body(http))
+        body = parse(CompletionBody, await body_of(http))
         encode = partial(self.source.encode, parse_special=body.parse_special)
         prompts = await asyncio.to_thread(lambda: [encode(x) if isinstance(x, str) else x for x in body.prompt])
         texts = [x if isinstance(x, str) else None for x in body.prompt]
@@ -106,7 +107,7 @@ class Endpoints:
     async def chat(self, http: HttpRequest) -> Response:
         """`/v1/chat/completions`."""
         self._authorize(http)
-        body = parse(ChatBody, await _body(http))
+        body = parse(ChatBody, await body_of(http))
         tokenizer = self.source.tokenizer
         if self.template is None or not isinstance(tokenizer, TokenizerFile):
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions", code="no_chat_template")
@@ -139,6 +140,12 @@ class Endpoints:
                 grammar = self.grammars.of_lark(of_tools(tools, special))
         names = tuple(tool["name"] for tool in tools)
         return Toolbox(form, names, body.parallel_tool_calls is not False, frozenset(special.values())), grammar
+
+    async def embeddings(self, http: HttpRequest) -> Response:
+        """`/v1/embeddings`, which only an encoder answers, see `http.embeddings`."""
+        self._authorize(http)
+        what = f"{self.name} generates text, and says nowhere how a text's vector is made of its tokens"
+        raise ApiError(400, f"{what}; serve an encoder", code="no_embeddings")
 
     async def models(self, http: HttpRequest) -> Response:
         """`/v1/models`."""
@@ -250,11 +257,7 @@ class Endpoints:
         return max_tokens
 
     def _authorize(self, http: HttpRequest) -> None:
-        if self.token is None:
-            return
-        sent = http.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(sent, f"Bearer {self.token}".encode()):
-            raise ApiError(401, "the header Authorization: Bearer TOKEN is missing or wrong", code="invalid_api_key")
+        authorize(http, self.token)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -309,7 +312,16 @@ def _named(key: str) -> Iterator[None]:
         raise ApiError(400, f"{key}: {error}", key) from None
 
 
-async def _body(http: HttpRequest) -> bytes:
+def authorize(http: HttpRequest, token: str | None) -> None:
+    """Refuses a request without the bearer token, if there is one."""
+    if token is None:
+        return
+    sent = http.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+    if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
+        raise ApiError(401, "the header Authorization: Bearer TOKEN is missing or wrong", code="invalid_api_key")
+
+
+async def body_of(http: HttpRequest) -> bytes:
     """The body of a request, which must be JSON.
 
     A browser sends JSON to another site only if that site allows it in a preflight request. This server does not, so

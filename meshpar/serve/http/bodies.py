@@ -199,7 +199,7 @@ class CompletionBody(Body):
         return [value] if is_one else value
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
@@ -216,7 +216,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
         raise ApiError(400, "; ".join(text for _, text in problems), params[0]) from None
 
 
-def _problem(kind: type[Body], error: Any) -> tuple[str | None, str]:
+def _problem(kind: type[BaseModel], error: Any) -> tuple[str | None, str]:
     """The key of a problem, and what is wrong with it."""
     where = ".".join(str(part)[:100] for part in error["loc"])
     what = str(error["msg"]).removeprefix("Value error, ")[:500]

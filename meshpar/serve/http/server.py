@@ -7,13 +7,12 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
 from meshpar.errors import ConfigError, RunError
-from meshpar.serve.service import Service
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,7 +34,18 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(app: Starlette, service: Service, bound: socket.socket, ready: Callable[[], None]) -> None:
+class Serves(Protocol):
+    """What a server needs of the service behind its endpoints."""
+
+    failure: Exception | None
+    failed: asyncio.Event
+
+    async def drain(self) -> None:
+        """See `Service.drain`."""
+        ...
+
+
+def run(app: Starlette, service: Serves, bound: socket.socket, ready: Callable[[], None]) -> None:
     """Serves until SIGTERM or SIGINT. Then new requests are refused, accepted ones are answered, and it returns.
 
     A second signal ends it at once.
@@ -58,7 +68,7 @@ class _Server(uvicorn.Server):
     Uvicorn's own handler of signals closes the socket first.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, service: Serves, ready: Callable[[], None]):
         super().__init__(config)
         self._service = service
         self._ready = ready
