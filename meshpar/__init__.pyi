@@ -52,6 +52,7 @@ from .inspection.inspect import Inspection
 from .inspection.program.compiling import compiling
 from .inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from .inspection.report.report import Report
+from .interop.encoder_model import EncoderModel
 from .interop.family_model import FamilyModel
 from .interop.flax_model import Import
 from .interop.imported_callback import ImportedCallback
@@ -145,6 +146,7 @@ __all__ = [
     "Distill",
     "EarlyStopping",
     "Elastic",
+    "EncoderModel",
     "ExpertParallel",
     "Experts",
     "FamilyModel",

@@ -60,12 +60,12 @@ class EncoderModel(FamilyModel):
     kind: Literal["encoder"] = "encoder"  # pyright: ignore[reportIncompatibleVariableOverride]
     head: HeadKey | None = None
     """What is computed of the hidden states: `masked_tokens`, the logits of tokens; `classify`, those of classes; or
-    `pairs`, the vectors of two texts. Default: that of the class which `architectures` in `config` names."""
+    `pairs`, the vectors of two texts. Default: `classify` with `num_labels`, else that of the class in `architectures`."""
     num_labels: int | None = Field(default=None, gt=0, le=MOST_CLASSES)
     """The number of classes of the head `classify`. Default: that of `config`, or 2."""
     pooling: Literal["cls", "mean", "max"] | None = None
-    """The vector of a text, for `pairs`: that of its first token, or the mean or largest of its tokens. Default: `mean`,
-    and in `serve` what the folder declares."""
+    """The vector of a text, for `pairs`: that of its first token, or the mean or largest of its tokens. Default:
+    `mean`; in `serve` what the folder declares."""
 
     called_with: ClassVar = ("tokens", "mask", "types")
 
@@ -74,17 +74,17 @@ class EncoderModel(FamilyModel):
         problems = Problems()
         if (family := encoder_family(self.config)) is None:
             problems.add("config.model_type", f"{self.config.get('model_type')!r} is no encoder that is read")
-        elif self.head and not {self.head, *(("hidden",) if self.head == "pairs" else ())} & family.classes.keys():
+        elif self._named and not {self._named, *(("hidden",) if self.head == "pairs" else ())} & family.classes.keys():
             known = ", ".join(one for one in family.classes if one != "hidden")
-            problems.add("head", f"{self.config['model_type']} has no head {self.head}", f"one of {known}")
+            problems.add("head", f"{self.config['model_type']} has no head {self._named}", f"one of {known}")
         elif self.head == "pairs" and self.config["model_type"] == "vit":
             problems.add("head", "pairs are of texts, and vit reads pictures", "head: classify")
         else:
-            if self.head is None:
+            if self._named is None:
                 check_head(self.config, family, "config", problems)
             encoder_options(self.config, self.wanted, "config", problems)
         for key, given, head in (("num_labels", self.num_labels, "classify"), ("pooling", self.pooling, "pairs")):
-            if family and given is not None and self.wanted.head != head:
+            if family and given is not None and self.wanted.head not in (head, "hidden"):
                 problems.add(key, f"is of the head {head}, and this model has {self.wanted.head}", f"head: {head}")
         if problems.found:
             raise ValueError(
@@ -93,10 +93,15 @@ class EncoderModel(FamilyModel):
         return self
 
     @property
+    def _named(self) -> HeadKey | None:
+        """The head that the model's keys ask for."""
+        return self.head or ("classify" if self.num_labels else None)
+
+    @property
     def wanted(self) -> Wanted:
         """The head, and what it needs."""
         own = described(self.config, self.encoder_family)
-        return Wanted(self.head or own.head, self.num_labels or own.num, self.pooling or "mean")
+        return Wanted(self._named or own.head, self.num_labels or own.num, self.pooling or "mean")
 
     @cached_property
     def options(self) -> Options:  # pyright: ignore[reportIncompatibleVariableOverride]
