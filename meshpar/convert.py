@@ -38,6 +38,8 @@ from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.rules import AxisRules
+from meshpar.train.loss import LossConfig
+from meshpar.train.preferences import OfAnswers
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -302,9 +304,10 @@ def _restored(source: Path) -> tuple[Run, Prepared, Any, Saved]:
 
 
 def _without_files(run: Run) -> Prepared:
-    """The run prepared on one device; the files of its tokens may be gone."""
+    """The run prepared on one device; the files of its tokens may be gone. A loss of answers would need them."""
     data = run.data if isinstance(run.data, RowData) else NoData(**_batches(run))
-    return on_one_device(run.model_copy(update={"data": data}))
+    loss = LossConfig() if isinstance(run.loss, OfAnswers) else run.loss
+    return on_one_device(run.model_copy(update={"data": data, "loss": loss}))
 
 
 def restore_params(saved: Checkpoint, structs: Any) -> Any:

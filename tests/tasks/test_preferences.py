@@ -190,6 +190,7 @@ def test_the_example_learns_the_style(loss, example, command):
     assert command(verb, config, *small, "mesh={data: 8}", "rules=replicated", "run_dir=run").code == 0
     last = evaluations("run")[-1]
     assert last["reward_accuracy"] > 0.9 and last["reward_margin"] > 0
+    assert command("export", "run", "folder", "--format", "hf").code == 0
     said = command("explain", config, *small)
     assert ("the reference is a second copy of the first parameters: " in said.out) == (loss == "dpo")
 
