@@ -17,6 +17,10 @@ from meshpar.errors import ConfigError
 if TYPE_CHECKING:
     from meshpar.serve.source import Source
 
+OF_DECODERS = (
+    "adapter", "slots", "max_len", "page_size", "cache", "chunk", "queue", "draft", "ngrams", "num_drafts",
+)  # fmt: skip
+"""Options that change nothing of an encoder."""
 LOCAL = ("127.0.0.1", "localhost")
 
 Slots = Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")]
@@ -36,6 +40,7 @@ Chunk = Annotated[int, typer.Option(min=1, help="Tokens of a prompt that are com
 
 @app.command()
 def serve(
+    ctx: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A config, a run directory or a model folder.")],
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -86,8 +91,8 @@ def serve(
         name = name or source.resolve().name
         hosts = LOCAL if host in LOCAL else ("*",)
         if opened.run.model.kind == "encoder":
-            of_decoders = {"--adapter": adapter, "--draft": draft, "--ngrams": ngrams, "--cache": cache}
-            _serve_encoder(opened, name, token, hosts, bound, [one for one, given in of_decoders.items() if given])
+            _check_of_encoder(ctx, name)
+            _serve_encoder(opened, name, token, hosts, bound)
             return
         adapters = open_adapters(opened, adapter_folders(adapter or [], name))
         engine = open_engine(
@@ -104,16 +109,20 @@ def serve(
         run(endpoints.app(), endpoints.service, bound, ready)
 
 
-def _serve_encoder(
-    source: Source, name: str, token: str | None, hosts: Sequence[str], bound: socket, unused: list[str]
-) -> None:
+def _check_of_encoder(ctx: typer.Context, name: str) -> None:
+    """Raises ConfigError if an option is given that only decoders have, also with its default value."""
+    sources = {one: ctx.get_parameter_source(one) for one in OF_DECODERS}
+    if given := [one for one, source in sources.items() if source and source.name != "DEFAULT"]:
+        options = ", ".join(f"--{one.replace('_', '-')}" for one in given)
+        raise ConfigError(f"{options}: {name} is an encoder, which generates nothing; leave it out")
+
+
+def _serve_encoder(source: Source, name: str, token: str | None, hosts: Sequence[str], bound: socket) -> None:
     """Serves an encoder, which has no cache and no answers that options could change."""
     from meshpar.serve.embeddings import Embedder
     from meshpar.serve.http.embeddings import EmbeddingEndpoints
     from meshpar.serve.http.server import run
 
-    if unused:
-        raise ConfigError(f"{', '.join(unused)}: {name} is an encoder, which generates nothing; leave it out")
     embedder = Embedder.of(source)
     endpoints = EmbeddingEndpoints(embedder, name, token, hosts)
 

@@ -53,6 +53,8 @@ def _parameters(function: Callable[..., None]) -> Iterator[tuple[inspect.Paramet
     """Each parameter, its type without None, and what Typer knows of it."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue
         hint, info = get_args(hints[name])
         yield parameter, next(one for one in alternatives(hint) if one is not type(None)), info
 

@@ -146,3 +146,10 @@ def test_pooling_that_is_not_computed_is_refused(tmp_path):
     written(tmp_path / "m", {"pooling_mode_weightedmean_tokens": True}, normalizes=False)
     with pytest.raises(CheckpointError, match="pools by pooling_mode_weightedmean_tokens; one of cls, mean, max"):
         declared_pooling(tmp_path / "m")
+
+
+def test_an_option_that_only_decoders_have_is_refused_also_with_its_default(tmp_path, command):
+    written(tmp_path / "tiny", {"pooling_mode_mean_tokens": True}, normalizes=False)
+    said = command("serve", str(tmp_path / "tiny"), "--port=0", "--slots=16", "--max-len", "8", "--devices=8")
+    assert said.code == 2
+    assert "--slots, --max-len: " in said.err and "is an encoder, which generates nothing; leave it out" in said.err
