@@ -19,6 +19,7 @@ import pydantic
 
 from meshpar.config import Config, load
 from meshpar.config.loading import build
+from meshpar.cost.traced import Collective
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.inspection.report.table import table
@@ -72,6 +73,8 @@ class Source(Config):
     """The chip, as a target names it."""
     attention: _Real | None = None
     """The share of the chip's peak that its attention kernels reach, where it is known. Default: the planner's."""
+    gathers_8_bits: bool = False
+    """Whether activations that are multiplied in 8 bits are rounded before they are gathered over `tensor`."""
     took: tuple[float, ...] = ()
     """The least and the largest of its steps over their estimates without factors: `plan --published` prints them."""
     base: Annotated[dict[str, Any], pydantic.Field(default_factory=dict)]
@@ -329,8 +332,16 @@ def measured(published: Published, source: Source, row: Row) -> Measured:
         machine = replace(machine, attention=source.attention * target.chip.flops)
     work = work_of(prepare(run, run.mesh.abstract(platform=machine.platform)))
     assert work is not None, f"{row.name}: the trace says what is sent"
+    if source.gathers_8_bits and run.precision.matmul:
+        work = replace(work, waits=[_in_8_bits(one) for one in work.waits])
     num_layers = published.models[row.model]["num_layers"]
     return Measured(source, row, run, machine, work.overlapping() if row.overlaps else work, num_layers)
+
+
+def _in_8_bits(one: Collective) -> Collective:
+    """An all-gather of activations, in 8 bits instead of 16."""
+    is_gather = one.axes == ("tensor",) and one.kind == "all_gather"
+    return replace(one, full_bytes=one.full_bytes // 2) if is_gather else one
 
 
 def fitted(rows: Sequence[Measured]) -> Factors:
