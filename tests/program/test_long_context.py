@@ -6,8 +6,10 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from meshpar import training
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.data import Synthetic
 from meshpar.experiment.config import Run
@@ -17,10 +19,13 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.attention import Blocks, online_softmax
 from meshpar.nn.attention.context_parallel import across_shards
+from meshpar.nn.recognized import rewrite
 from meshpar.optim import AdamW
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.program import on_shards
+from tests.zoo import llama
+from tests.zoo.parts import VOCAB
 
 MODEL = Llama(
     num_layers=2,
@@ -34,12 +39,12 @@ MODEL = Llama(
 )
 
 
-def temporaries(seq_len, context=1):
+def temporaries(seq_len, context=1, model=MODEL):
     """Bytes of the temporaries of a whole step."""
     mesh = MeshLayout(context=context)
     run = Run(
-        model=MODEL,
-        data=Synthetic(batch_size=1, seq_len=seq_len, vocab_size=32),
+        model=model,
+        data=Synthetic(batch_size=1, seq_len=seq_len, vocab_size=model.vocab_size),
         optim=AdamW(lr=1e-3),
         mesh=mesh,
         rules=AxisRules(preset=("context",)),
@@ -89,3 +94,31 @@ def test_zigzag_executes_at_most_2_percent_more_flops_than_needed(context):
     ideal = 7 * 2 * HEADS * SIZE * Fraction(seq_len**2, 2)  # two products forward, five backward
     assert 1 < executed / ideal <= 1.02
     assert needed_flops(traced_products(jax.make_jaxpr(gradients)(*qkv, segments))) == ideal
+
+
+def of_a_plain_llama(seq_len):
+    """Bytes of the temporaries of a whole step of a Flax model that writes its attention as a softmax of all pairs."""
+    zoo = llama.build()
+    tokens = np.zeros((1, seq_len), np.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        made = training(
+            lambda key: llama.Llama().init(key, tokens[:, :8])["params"], zoo.loss, AdamW(lr=1e-3),
+            dict.fromkeys(zoo.batch, tokens), mesh=MeshLayout().build(jax.devices()[:1]),
+            rules=AxisRules(preset=["replicated"], **zoo.rules), num_steps=1,
+        )  # fmt: skip
+        step = made.compile_step()
+    return step.compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_recognized_attention_needs_the_memory_of_meshpars_own():
+    model = Llama(
+        num_layers=llama.LAYERS, hidden_size=llama.WIDTH, num_heads=llama.HEADS, num_kv_heads=llama.KV_HEADS,
+        intermediate_size=llama.HIDDEN, vocab_size=VOCAB,
+    )  # fmt: skip
+    assert of_a_plain_llama(2048) <= 1.10 * temporaries(2048, model=model)
+
+
+@pytest.mark.slow
+def test_planted_attention_that_is_not_recognized_is_seen(monkeypatch):
+    monkeypatch.setattr(rewrite, "rewritten", lambda closed: (closed, []))
+    assert of_a_plain_llama(2048) > 4 * llama.HEADS * 2048**2
