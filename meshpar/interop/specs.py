@@ -76,7 +76,8 @@ def specs_of(
     for glob in dims:
         if not matching(paths, glob):
             fix = suggestion(glob, paths, f"the arrays are {', '.join(paths[:8])}")
-            problems.add(f"dims[{glob!r}]", "matches no array", fix)
+            what = "matches no array" + ("; the wildcards are * and **" if {*glob} & {*"[]?{}"} else "")
+            problems.add(f"dims[{glob!r}]", what, fix)
     problems.raise_any(ConfigError, "the names of dims do not fit the model:")
     return specs, carried_specs, key_implementations(state)
 

@@ -31,6 +31,7 @@ from meshpar.verification.compare import Comparison, compare, without_gradient
 from meshpar.verification.report import CHECKPOINT, Row, Sizes, Verification
 from meshpar.verification.shrink import shrink
 from meshpar.verification.trial import Batches, StepResult, Trial, without_rounding
+from meshpar.verification.widened import in_float64
 
 NUM_STEPS = 4
 
@@ -50,8 +51,8 @@ def verify(subject: Run | Training | Path | str, batches: Batches | None = None)
     Raises:
       MeshError: a process does not have as many CPU devices, real or simulated, as the mesh; or the processes cannot
         share the mesh evenly.
-      VerificationError: the loss is not computed in float64, the reduction of gradients rounds them, or there are fewer
-        than two batches.
+      VerificationError: the loss cannot be computed in float64, the reduction of gradients rounds them, or there are
+        fewer than two batches.
       ConfigError, ShardingError: see `prepare`.
 
     Examples:
@@ -78,7 +79,7 @@ def verify(subject: Run | Training | Path | str, batches: Batches | None = None)
     with jax.enable_x64(True):
         if isinstance(subject, Run):
             small = shrink(subject)
-            training = prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1)))
+            training = _of_wide_loss(prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1))))
             rng = np.random.default_rng(0)
             sizes = (small.data.batch_size, small.data.seq_len, small.data.vocab_size)
             drawn = [token_batch(rng, *sizes) for _ in range(NUM_STEPS)]
@@ -208,7 +209,11 @@ def _widened(training: Training) -> Training:
         return replace(spec, dtype=_wide_dtype(spec))
 
     trees = {name: jax.tree.map(widen, getattr(training, name)) for name in ("specs", "carried", "batch_specs")}
-    return replace(training.on(compute_dtype=np.dtype("float64")), **trees)
+    return _of_wide_loss(replace(training.on(compute_dtype=np.dtype("float64")), **trees))
+
+
+def _of_wide_loss(training: Training) -> Training:
+    return replace(training, loss=in_float64(training.loss)) if training.is_of_whole_arrays else training
 
 
 def wide_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -129,18 +129,51 @@ def test_an_nnx_model_is_verified():
     assert proof.draws
 
 
-def test_a_model_that_computes_in_float32_is_refused():
-    half = training(
-        lambda key: {"w": jax.random.normal(key, (16,))},
-        lambda params, batch, key: (batch["image"].reshape(-1, 16) @ params["w"]).mean().astype(np.float32),
-        optax.sgd(0.1), digits(0, 4), mesh=MeshLayout(data=8), rules=AxisRules(preset="replicated", unnamed=()),
+class Narrow(nn.Module):
+    """A model with a dtype of its own, as many public ones have, with loops, recomputation and a branch."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dtype=np.float32)(x)
+        layers = nn.scan(
+            nn.remat(NarrowLayer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )  # fmt: skip
+        x, _ = layers()(x, None)
+        x = jax.lax.cond(x.shape[0] > 1, jnp.tanh, jnp.cos, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: x / (1 + x * x), jax.lax.stop_gradient(x)) + x
+        return nn.Dense(10, dtype=np.float32)(x)
+
+
+class NarrowLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.relu(nn.Dense(8, dtype=np.float32)(x)), None
+
+
+def narrow(last=lambda loss: loss):
+    def loss(params, batch, key):
+        logits = Narrow().apply({"params": params}, batch["image"].reshape(-1, 16))
+        return last(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean())
+
+    return training(
+        lambda key: Narrow().init(key, jnp.ones((1, 16)))["params"], loss, optax.sgd(0.1), digits(0, 4),
+        mesh=MeshLayout(data=4).build(jax.devices()[:4]), rules=AxisRules(preset="replicated", unnamed=()),
     )  # fmt: skip
-    with pytest.raises(VerificationError) as error:
-        verify(half, [digits(seed, 4) for seed in range(2)])
-    assert str(error.value) == (
-        "the loss is float32, though the parameters are float64: rounding would hide differences; "
-        "build the model without a dtype of its own"
-    )
+
+
+def test_a_model_that_computes_in_float32_is_verified_in_float64():
+    found = verify(narrow(), [digits(seed, 4) for seed in range(2)])
+    assert found.is_equal, str(found)
+
+
+def test_a_gradient_of_its_own_in_a_model_in_float32_is_refused():
+    @jax.custom_vjp
+    def own(x):
+        return x
+
+    own.defvjp(lambda x: (x, None), lambda _, grad: (2 * grad,))
+    with pytest.raises(VerificationError, match="custom_vjp_call has a program of its own: rounding would hide"):
+        verify(narrow(own), [digits(seed, 4) for seed in range(2)])
 
 
 @pytest.mark.parametrize("factor", [1 + 2**-23, 1 + 2**-10])
