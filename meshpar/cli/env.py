@@ -19,7 +19,7 @@ EXTRAS = {
     "remote": ("s3fs", "gcsfs", "huggingface_hub"),
     "plot": ("matplotlib",),
     "quantized": ("qwix",),
-    "onnx": ("torch", "transformers", "onnx", "onnxscript", "equinox", "dm_pix"),
+    "onnx": ("torch", "transformers", "onnx", "onnxscript", "equinox", "dm_pix", "onnxruntime"),
     "privacy": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "serve": ("starlette", "uvicorn", "prometheus_client"),

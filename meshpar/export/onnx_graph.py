@@ -20,7 +20,7 @@ from meshpar.interop.export import check_free, whole_or_not
 from meshpar.interop.flax_model import Import
 
 OF_DECODERS = ("torch", "transformers", "onnx", "onnxscript")
-OF_OTHERS = ("jax2onnx", "dm_pix", "equinox", "onnx")
+OF_OTHERS = ("jax2onnx", "dm_pix", "equinox", "onnx", "onnxruntime")
 """The packages that are needed: of `meshpar[onnx]`, and jax2onnx, whose own requirements exclude our Orbax."""
 ALONE = "pip install 'meshpar[onnx]' && pip install --no-deps jax2onnx==0.17.1"
 

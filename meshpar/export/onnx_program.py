@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import onnxruntime
 from jax.extend.core import jaxpr_as_fun
 from jax2onnx import to_onnx
 
@@ -23,7 +24,8 @@ def write(made: Exportable, path: Path) -> None:
     Its inputs and results are named as those of `signature.json`.
 
     Raises:
-      ConfigError: it cannot be traced with open sizes, or an operation has no ONNX operators.
+      ConfigError: it cannot be traced with open sizes, an operation has no ONNX operators, or ONNX Runtime cannot load
+        the graph.
     """
     *others, last = [
         partial(_write, made, dims, path, traced) for dims in made.dims for traced in (_unchanged, _traced)
@@ -36,6 +38,7 @@ def write(made: Exportable, path: Path) -> None:
     except MeshparError:
         raise
     except Exception as error:
+        path.unlink(missing_ok=True)
         what = f"jax2onnx does not convert it: {type(error).__name__}: {excerpt(str(error))}"
         raise ConfigError(f"the model cannot be exported to ONNX: {what}; export --format stablehlo") from error
 
@@ -62,3 +65,4 @@ def _write(made: Exportable, dims: str, path: Path, traced: Callable[..., Any]) 
         traced(forward, leaves), leaves, return_mode="file", output_path=path,
         input_names=names(inputs, made.of_input), output_names=names(results, made.of_output),
     )  # fmt: skip
+    onnxruntime.InferenceSession(path)  # jax2onnx writes graphs of complex numbers that no runtime loads

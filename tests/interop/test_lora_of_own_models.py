@@ -186,3 +186,17 @@ def test_an_operation_without_onnx_operators_is_refused(tmp_path):
     made = Exportable(forward, {}, jax.ShapeDtypeStruct((1, 4), jnp.float32))
     with pytest.raises(ConfigError, match=r"jax2onnx does not convert it: .*callback.*; export --format stablehlo"):
         onnx_program.write(made, tmp_path / "model.onnx")
+
+
+def test_a_graph_that_no_runtime_loads_is_refused_and_nothing_is_left(tmp_path):
+    """Rotary positions as complex numbers, which jax2onnx writes and ONNX Runtime does not have."""
+
+    def forward(arrays, x):
+        angle = jnp.arange(x.shape[1], dtype=jnp.float32)
+        turned = jax.lax.complex(x[..., ::2], x[..., 1::2]) * jnp.exp(1j * angle)[:, None]
+        return jnp.concatenate([turned.real, turned.imag], -1)
+
+    made = Exportable(forward, {}, jax.ShapeDtypeStruct((1, 4, 6), jnp.float32))
+    with pytest.raises(ConfigError, match=r"export --format stablehlo"):
+        onnx_program.write(made, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
