@@ -202,6 +202,10 @@ def of_folder(make: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
+CONTEXT = {"ctx"}
+"""What Typer passes to a verb, which is no option."""
+
+
 def of_verb(verb: Callable[..., None], spied: tuple[str, ...]) -> Callable[..., Any]:
     """The calls that a verb makes, with their arguments."""
 
@@ -223,7 +227,7 @@ def of_verb(verb: Callable[..., None], spied: tuple[str, ...]) -> Callable[..., 
                 module, _, name = place.rpartition(".")
                 patches.enter_context(patch.object(import_module(module), name, spy(name)))
             patches.enter_context(patch.object(MeshLayout, "simulate", spy("simulate")))
-            verb(**arguments)
+            verb(**dict.fromkeys(CONTEXT & signature(verb).parameters.keys()), **arguments)
         return calls
 
     return of
@@ -311,7 +315,12 @@ def parameters(function: Any) -> Signature:
     return signature(ways[0] if ways else function, eval_str=False)
 
 
-CASES_OF = [(entry, argument) for entry in ENTRIES for argument in parameters(ENTRIES[entry].function).parameters]
+CASES_OF = [
+    (entry, argument)
+    for entry in ENTRIES
+    for argument in parameters(ENTRIES[entry].function).parameters
+    if argument not in CONTEXT
+]
 
 
 def another(entry: str, parameter: Parameter, before: Any) -> Any:
