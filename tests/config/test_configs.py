@@ -44,9 +44,9 @@ def test_a_config_opens_with_what_it_is_what_it_runs_on_and_its_command(path):
 
 
 def test_there_are_few_keys_beside_those_of_experts():
-    """A new key raises this number, so that nobody adds one without a thought: the last was `data.held_out_rows`."""
+    """A new key raises this number, so that nobody adds one without a thought: the last was `checkpoints.mirror`."""
     keys = [[key for key in flatten(load(path)) if not key.startswith("model.experts.")] for path in CONFIGS]
-    assert max(map(len, keys)) <= 109
+    assert max(map(len, keys)) <= 110
 
 
 def test_the_schema_knows_every_key_and_its_text():
