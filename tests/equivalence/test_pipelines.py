@@ -390,6 +390,7 @@ def test_an_uneven_cut_moves_its_layers_in_each_step():
     assert prepared(model, "pipe2", scheduled("zbv", "pipe2", 4)).layer_order is None
 
 
+@pytest.mark.slow
 def test_a_run_moves_its_layers_for_evaluations_and_checkpoints_only_and_another_schedule_continues_it(
     tmp_path, monkeypatch
 ):

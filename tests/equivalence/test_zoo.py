@@ -150,6 +150,7 @@ def test_a_public_model_is_equal_to_one_device(model, layout, lowering):
     assert {path: x for path, x in found.items() if not x < 1e-10} == {}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_gradient_of_a_public_model_is_a_number_to_compare(model):
     _, _, _, expected = on_one_device(model)

@@ -278,6 +278,7 @@ def without_messages():
     return replace(probes(), ends=Ends(probes().ends.flops))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
     [*(pytest.param(one, marks=pytest.mark.slow) for one in (without_others, without_activations)), without_messages],
