@@ -279,10 +279,7 @@ def without_messages():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "broken",
-    [*(pytest.param(one, marks=pytest.mark.slow) for one in (without_others, without_activations)), without_messages],
-)
+@pytest.mark.parametrize("broken", [without_others, without_activations, without_messages])
 def test_control_a_rough_estimate_that_lacks_collectives_disagrees(broken):
     assert disagreements(broken())
 
