@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 import pydantic
 
-from meshpar.config import Coerced, Config, Positive, default
+from meshpar.config import Coerced, Config, Positive
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.parallel.trainable import as_in, without
 from meshpar.tree import flatten_with_paths, map_with_path, matching
@@ -34,13 +34,18 @@ class Freeze(Config):
     """
 
     shorthand: ClassVar = "paths"
-    paths: Coerced[tuple[str, ...], list[str] | str] = default(("**",))
+    paths: Coerced[tuple[str, ...], list[str] | str]
     """Globs over parameter paths: `*` matches between dots, `**` anything. The layers of a stack are one parameter."""
     layers: str | None = None
     """The layers of a stack that are frozen, as a slice: `0:8`, `:-4`. Default: all. Other parameters than those of
-    layers are not frozen then."""
+    layers are not frozen then, and `paths` may be left out for all of these."""
     until: Positive | None = None
     """Number of steps for which the parameters are frozen. Default: the whole run."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _of_all_stacks(cls, data: Any) -> Any:
+        return {"paths": "**"} | data if isinstance(data, dict) and data.get("layers") is not None else data
 
     @pydantic.field_validator("layers")
     @classmethod

@@ -91,7 +91,9 @@ meshpar: freeze does not fit the model:
     "a key in a list": (
         ["loggers=[tensorboard, {kind: wandb, projct: mine}]", "freeze=[{path: head}]"],
         """\
-meshpar: 2 problems in config.yaml:
+meshpar: 3 problems in config.yaml:
+  freeze.0.paths (command line)
+    required, but missing
   freeze.0.path (command line)
     unknown key
     did you mean freeze.0.paths?
