@@ -127,13 +127,12 @@ class Mirror:
     def _remove_checkpoint(self, step: int) -> None:
         """The checksums go first."""
         there = f"{self.root}/{FOLDER}/{step}"
-        for path, recursive in ((f"{there}/{checksums.FILE}", False), (there, True)):
+        for path in (f"{there}/{checksums.FILE}", there):
+            store.tried(f"{self.address}: checkpoint {step} cannot be removed", partial(self._remove, path))
 
-            def remove(path: str = path, recursive: bool = recursive) -> None:
-                if self.system.exists(path):
-                    self.system.rm(path, recursive=recursive)
-
-            store.tried(f"{self.address}: checkpoint {step} cannot be removed", remove)
+    def _remove(self, path: str) -> None:
+        if self.system.exists(path):
+            self.system.rm(path, recursive=True)
 
     def _put(self, paths: Iterable[Path]) -> None:
         def put(path: Path) -> None:

@@ -319,27 +319,32 @@ def _trained(
     shows: bool,
 ) -> Shown:  # fmt: skip
     received = Signals()
-    prepared = prepare(run)
-    listening = received.listening() if signals else nullcontext()
-    with listening, mirrored(run.checkpoints.mirror, run.run_dir) as mirror:
-        return (yield from _steps(prepared, json, profile, dump_hlo, callbacks, received, shows, mirror))
+    with received.listening() if signals else nullcontext():
+        prepared = prepare(run)
+        about = replace(prepared.about, files=run.data.fingerprint())
+        _check_same(about)
+        with hold(run.run_dir), mirrored(run.checkpoints.mirror, run.run_dir) as mirror:
+            check_same({"checkpoints": steps(run.run_dir / FOLDER)})
+            return (yield from _steps(prepared, about, json, profile, dump_hlo, callbacks, received, shows, mirror))
+
+
+def _check_same(about: CheckpointMetadata) -> None:
+    """Refuses processes with other configs, data files, versions or flags, before anything is written."""
+    versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    flags = {name: os.environ.get(name) for name in FLAGS}
+    check_same({"config": about.config, "data files": about.files, "versions": versions, "flags": flags})
 
 
 def _steps(
-    prepared: Prepared, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Any],
-    signals: Signals, shows: bool, mirror: Mirror,
+    prepared: Prepared, about: CheckpointMetadata, json: bool, profile: Path | None, dump_hlo: Path | None,
+    callbacks: Sequence[Any], signals: Signals, shows: bool, mirror: Mirror,
 ) -> Shown:  # fmt: skip
     run = prepared.run
-    about = replace(prepared.about, files=run.data.fingerprint())
-    versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    position = {"checkpoints": steps(run.run_dir / FOLDER)}
-    flags = {name: os.environ.get(name) for name in FLAGS}
-    check_same({"config": about.config, "data files": about.files, "versions": versions, "flags": flags} | position)
     prints = not json and jax.process_index() == 0
     saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about, mirror.push)
     recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
     order = order_of(run, newest_described(run.run_dir / FOLDER))
-    with hold(run.run_dir), recording as records, saving as saved, _copies(prepared, about, order) as copies:
+    with recording as records, saving as saved, _copies(prepared, about, order) as copies:
         beginning = beginning_of(prepared, saved, copies)
         keep_files_of_source(run)
         if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):

@@ -91,8 +91,8 @@ def fit_model(
         received = Signals()
         with (
             received.listening() if signals else nullcontext(),
-            mirrored(retention.mirror, run_dir) as mirror,
             hold(run_dir),
+            mirrored(retention.mirror, run_dir) as mirror,
             recorder(run_dir, num_steps, json, loggers) as records,
             checkpoints_of(run_dir / FOLDER, retention, about, mirror.push) as saved,
         ):

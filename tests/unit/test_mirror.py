@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from meshpar import CheckpointError, ConfigError, Retention, Run, checkpoints, fit, store
+from meshpar.checkpoint import lock
 from meshpar.checkpoint.mirror import Mirror, mirrored
 from meshpar.checkpoint.saved import find, steps
 from meshpar.tree import flatten_with_paths
@@ -165,6 +166,16 @@ def test_a_directory_that_is_behind_its_store_is_not_overwritten(tmp_path):
     (tmp_path / "store" / "metrics.jsonl").write_text("")
     with pytest.raises(CheckpointError, match=r"has no checkpoint, but metrics.jsonl"):
         saved(tmp_path / "new", address, 3, first=3)
+
+
+def test_a_start_beside_a_running_run_copies_nothing(tmp_path):
+    """It would copy what the other writes, and both would write to the store."""
+    given = {"run_dir": str(tmp_path / "run"), "checkpoints": {"mirror": f"file://{tmp_path}/store"}}
+    with lock.hold_alone(tmp_path / "run"):
+        (tmp_path / "run" / "notes.txt").write_text("of the other")
+        with pytest.raises(CheckpointError, match="in use"):
+            fit(Run(**PLAIN | SMALL | given), json=True)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("address", ["http://host/run", "runs/copy", "hf://me/run"])
