@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,11 +24,17 @@ from meshpar.interop.encoder_config import (
     encoder_family,
     encoder_options,
 )
-from meshpar.interop.export import LARGEST_FILE, copy_companions, whole_or_not, write_files
-from meshpar.interop.family_model import VALUE, FamilyModel, FamilyPretrained
-from meshpar.interop.family_tensors import expected, module_of, places_of, split, written
-from meshpar.interop.folder import read_json
-from meshpar.interop.huggingface import CONFIG, FLOATS, Sizes, tensors_of
+from meshpar.interop.export import LARGEST_FILE
+from meshpar.interop.family_model import (
+    FamilyModel,
+    FamilyPretrained,
+    check_layers,
+    kept_config,
+    raise_as_values,
+    write_model,
+)
+from meshpar.interop.family_tensors import expected, module_of, places_of, split
+from meshpar.interop.huggingface import CONFIG, compare_one, tensors_of
 from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract, Task, Unsupported, Vocabulary
 from meshpar.models.encoders.family import EncoderFamily, HeadName, Options, Wanted
@@ -86,10 +91,7 @@ class EncoderModel(FamilyModel):
         for key, given, head in (("num_labels", self.num_labels, "classify"), ("pooling", self.pooling, "pairs")):
             if family and given is not None and self.wanted.head not in (head, "hidden"):
                 problems.add(key, f"is of the head {head}, and this model has {self.wanted.head}", f"head: {head}")
-        if problems.found:
-            raise ValueError(
-                "\n".join("; ".join(filter(None, (f"{one.where}: {one.what}", one.fix))) for one in problems.found)
-            )
+        raise_as_values(problems)
         return self
 
     @property
@@ -200,11 +202,9 @@ class EncoderPretrained(FamilyPretrained):
         Raises:
           ConfigError: it is another one.
         """
+        self.check_kind(model)
+        assert isinstance(model, EncoderModel)
         where = self.folder / CONFIG
-        if self.is_upcycled:
-            raise ConfigError("init.upcycle: only meshpar's own decoders are upcycled; init.upcycle=false")
-        if not isinstance(model, EncoderModel):
-            raise ConfigError(f"init.from_hf: {where} describes a model of kind encoder, not {model._name}; model=null")
         wanted = replace(model.wanted, num=1)
         if encoder_options(self.config, wanted, "", Problems()) != encoder_options(
             model.config, wanted, "", Problems()
@@ -249,9 +249,7 @@ def opened(folder: Path, config: dict[str, Any], model: EncoderModel) -> Encoder
     problems = Problems()
     given = tensors_of(folder, problems)
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
-    if len(model.options.layers) > max(1, len(given)):
-        what = f"has {len(model.options.layers)} layers, but there are {len(given)} tensors"
-        raise CheckpointError(f"{folder / CONFIG} {what}")
+    check_layers(folder, len(model.options.layers), given)
     family = model.family
     places = places_of(model.options, family)
     tensors = split(_named(given, family), places)
@@ -261,7 +259,7 @@ def opened(folder: Path, config: dict[str, Any], model: EncoderModel) -> Encoder
     left_out = _left_out(tensors, wanted, family)
     for name, shape in wanted.items():
         if is_own or name not in heads:
-            _check(folder, name, tensors.get(name), shape, model, problems)
+            compare_one(name, tensors.get(name), shape, model, problems)
         elif name in tensors and tensors[name].shape != shape:
             left_out.append(name)
     for name in tensors.keys() - wanted.keys() - {*left_out}:
@@ -288,17 +286,6 @@ def _left_out(tensors: Mapping[str, Tensor], wanted: Mapping[str, Shape], family
     return [name for name in tensors if name not in wanted and any(one.fullmatch(name) for one in others)]
 
 
-def _check(folder: Path, name: str, tensor: Tensor | None, shape: Shape, model: Sizes, problems: Problems) -> None:
-    if tensor is None:
-        problems.add(name, f"is missing; {CONFIG} requires {list(shape)}")
-    elif tensor.shape != shape:
-        of_vocabulary = model.vocab_size in shape and model.vocab_size not in tensor.shape
-        fix = f"{CONFIG} has vocab_size {model.vocab_size}" if of_vocabulary else ""
-        problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
-    elif tensor.dtype.name not in FLOATS:
-        problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
-
-
 def export_encoder(
     folder: Path, model: EncoderModel, params: Mapping[str, jax.Array], companions: Path | None,
     largest_file: int = LARGEST_FILE,
@@ -308,31 +295,17 @@ def export_encoder(
     Args:
       companions: a folder with the `config.json` that the model was read from, and its tokenizer's files.
     """
-    params = {path.removesuffix(VALUE): array for path, array in params.items()}
-    dtype = np.dtype(next(iter(params.values())).dtype)
-    config = _config(model, companions)
-    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
-    tensors = list(written(model.options, model.family, params, dtype))
-    if model.wanted.head in ("hidden", "pairs") and model.family.prefix:
-        tensors = [replace(one, name=one.name.removeprefix(model.family.prefix)) for one in tensors]
-    with whole_or_not(folder) as made:
-        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        copy_companions(companions, made)
-        write_files(made, tensors, largest_file)
+    config = _config(model, kept_config(companions))
+    prefix = model.family.prefix if model.wanted.head in ("hidden", "pairs") else ""
+    write_model(folder, model, config, params, companions, largest_file, without=prefix)
 
 
-def _config(model: EncoderModel, companions: Path | None) -> dict[str, Any]:
+def _config(model: EncoderModel, kept: dict[str, Any] | None) -> dict[str, Any]:
     """The file that the model was read from, with the class and the classes of the model if they are others."""
-    config = model.config
-    if companions and (companions / CONFIG).exists():
-        problems = Problems()
-        kept = read_json(companions, CONFIG, problems)
-        problems.raise_any(CheckpointError, f"{companions} cannot be read:")
-        wanted = model.wanted
-        is_same = encoder_family(kept) is model.family
-        if is_same and encoder_options(kept, wanted, "", Problems()) == model.options:
-            config = kept
-    own, wanted = described(config, model.family), model.wanted
+    config, wanted = model.config, model.wanted
+    if kept and encoder_family(kept) is model.family:
+        config = kept if encoder_options(kept, wanted, "", Problems()) == model.options else config
+    own = described(config, model.family)
     head: HeadName = "hidden" if wanted.head == "pairs" and "hidden" in model.family.classes else wanted.head
     if own.head != head or "architectures" not in config:
         config = config | {"architectures": [model.family.classes[head]]}

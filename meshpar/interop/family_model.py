@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,7 +17,7 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.export import LARGEST_FILE, copy_companions, whole_or_not, write_files
 from meshpar.interop.family_config import family_of, options_of
-from meshpar.interop.family_tensors import Place, expected, places_of, shapes_in, shapes_of, split, written
+from meshpar.interop.family_tensors import expected, places_of, shapes_in, shapes_of, split, written
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import read_json
 from meshpar.interop.huggingface import CONFIG, Part, Pretrained, compare, tensors_of, with_prefix
@@ -59,10 +59,7 @@ class FamilyModel(Import):
     def _is_supported(self) -> FamilyModel:
         problems = Problems()
         options_of(self.config, "config", problems)
-        if problems.found:
-            raise ValueError(
-                "\n".join("; ".join(filter(None, (f"{one.where}: {one.what}", one.fix))) for one in problems.found)
-            )
+        raise_as_values(problems)
         return self
 
     @cached_property
@@ -111,15 +108,25 @@ class FamilyPretrained(Pretrained):
         Raises:
           ConfigError: it is another one.
         """
+        self.check_kind(model)
+        assert isinstance(model, FamilyModel)
         where = self.folder / CONFIG
-        if self.is_upcycled:
-            raise ConfigError("init.upcycle: only meshpar's own decoders are upcycled; init.upcycle=false")
-        if not isinstance(model, FamilyModel):
-            raise ConfigError(f"init.from_hf: {where} describes a model of kind family, not {model._name}; model=null")
         if model.options != self.model.options:
             pairs = model.config.items() ^ self.model.config.items() if _is_plain(model, self.model) else ()
             keys = ", ".join(sorted({key for key, _ in pairs} - {*DTYPES})) or "config"
             raise ConfigError(f"model.config differs from {where}: {keys}; leave model.config out")
+
+    def check_kind(self, model: ModelContract) -> None:
+        """Checks that a run's model is of the folder's kind, and begins with it as it is.
+
+        Raises:
+          ConfigError: it is another one, or would be upcycled.
+        """
+        if self.is_upcycled:
+            raise ConfigError("init.upcycle: only meshpar's own decoders are upcycled; init.upcycle=false")
+        if not isinstance(model, type(self.model)):
+            what = f"describes a model of kind {self.model.kind}, not {model._name}; model=null"
+            raise ConfigError(f"init.from_hf: {self.folder / CONFIG} {what}")
 
     @property
     def prefix(self) -> str:
@@ -153,6 +160,14 @@ class FamilyPretrained(Pretrained):
         return np.stack([self._block(part, name, index[1:]) for name in names]).astype(dtype)
 
 
+def raise_as_values(problems: Problems) -> None:
+    """Raises them as pydantic takes them, which adds where the model is."""
+    if problems.found:
+        raise ValueError(
+            "\n".join("; ".join(filter(None, (f"{one.where}: {one.what}", one.fix))) for one in problems.found)
+        )
+
+
 def _is_plain(*models: FamilyModel) -> bool:
     return all(isinstance(value, (str, int, float, type(None))) for one in models for value in one.config.values())
 
@@ -169,7 +184,8 @@ def open_family(folder: Path, config: dict[str, Any]) -> FamilyPretrained:
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     family = family_of(config)
     assert options is not None and family is not None
-    places = _bounded(places_of, options, family, folder, given)
+    check_layers(folder, len(options.layers), given)
+    places = places_of(options, family)
     tensors = split(with_prefix(given, [*family.names_of(options)]), places)
     model = FamilyModel(config=config)
     wanted = expected(options, places)
@@ -178,14 +194,10 @@ def open_family(folder: Path, config: dict[str, Any]) -> FamilyPretrained:
     return FamilyPretrained(folder, config, model, {name: tensors[name] for name in wanted})
 
 
-def _bounded(
-    places: Any, options: DecoderOptions, family: Family, folder: Path, given: Mapping[str, Tensor]
-) -> list[Place]:
-    """The tensors of a model, which are not listed if there are fewer tensors than layers."""
-    if len(options.layers) > max(1, len(given)):
-        what = f"has {len(options.layers)} layers, but there are {len(given)} tensors"
-        raise CheckpointError(f"{folder / CONFIG} {what}")
-    return places(options, family)
+def check_layers(folder: Path, num: int, given: Mapping[str, Tensor]) -> None:
+    """Refuses more layers than tensors, before the tensors of each layer are listed."""
+    if num > max(1, len(given)):
+        raise CheckpointError(f"{folder / CONFIG} has {num} layers, but there are {len(given)} tensors")
 
 
 def export_family(
@@ -197,24 +209,47 @@ def export_family(
     Args:
       companions: a folder with the `config.json` that the model was read from, and its tokenizer's files.
     """
+    write_model(folder, model, _config(model, kept_config(companions)), params, companions, largest_file)
+
+
+def write_model(
+    folder: Path, model: FamilyModel, config: Mapping[str, Any], params: Mapping[str, jax.Array],
+    companions: Path | None, largest_file: int, without: str = "",
+) -> None:  # fmt: skip
+    """Writes a config and the tensors of a model, see `export_family`.
+
+    Args:
+      without: a beginning that the tensors' names lose.
+    """
     params = {path.removesuffix(VALUE): array for path, array in params.items()}
     dtype = np.dtype(next(iter(params.values())).dtype)
-    config = _config(model, companions)
-    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
+    config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
+    tensors = written(model.options, model.family, params, dtype)
+    named = [replace(one, name=one.name.removeprefix(without)) for one in tensors]
     with whole_or_not(folder) as made:
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(companions, made)
-        write_files(made, list(written(model.options, model.family, params, dtype)), largest_file)
+        write_files(made, named, largest_file)
 
 
-def _config(model: FamilyModel, companions: Path | None) -> dict[str, Any]:
+def kept_config(companions: Path | None) -> dict[str, Any] | None:
+    """The `config.json` that a model was read from; None if it was not kept.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    if companions is None or not (companions / CONFIG).exists():
+        return None
+    problems = Problems()
+    kept = read_json(companions, CONFIG, problems)
+    problems.raise_any(CheckpointError, f"{companions} cannot be read:")
+    return kept
+
+
+def _config(model: FamilyModel, kept: dict[str, Any] | None) -> dict[str, Any]:
     """The file that the model was read from if it still describes it, with all of its keys; or else the model's."""
-    if companions and (companions / CONFIG).exists():
-        problems = Problems()
-        kept = read_json(companions, CONFIG, problems)
-        problems.raise_any(CheckpointError, f"{companions} cannot be read:")
-        if options_of(kept, "", Problems()) == model.options:
-            return kept
-        ids = {key: value for key, value in kept.items() if key in architectures.IDS}
-        return model.config | ids
-    return model.config
+    if kept is None:
+        return model.config
+    if options_of(kept, "", Problems()) == model.options:
+        return kept
+    return model.config | {key: value for key, value in kept.items() if key in architectures.IDS}

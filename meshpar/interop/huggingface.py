@@ -428,17 +428,21 @@ def compare(
 ) -> None:
     """Reports the tensors that are missing, unknown, or of another shape than the config's."""
     for name, shape in expected.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            fix = "or tie_word_embeddings: true is missing there" if name == HEAD else ""
-            problems.add(name, f"is missing; {CONFIG} requires {list(shape)}", fix)
-        elif tensor.shape != shape:
-            of_vocabulary = model.vocab_size in shape and model.vocab_size not in tensor.shape
-            fix = f"{CONFIG} has vocab_size {model.vocab_size}" if of_vocabulary else ""
-            problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
-        elif tensor.dtype.name not in FLOATS:
-            problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
+        compare_one(name, tensors.get(name), shape, model, problems)
     tied = {HEAD} if model.tie_embeddings else set()
     for name in tensors.keys() - expected.keys() - tied:
         if not name.endswith(BUFFERS):
             problems.add(name, f"is in {tensors[name].file.name}, but is no parameter of this model")
+
+
+def compare_one(name: str, tensor: Tensor | None, shape: Shape, model: Sizes, problems: Problems) -> None:
+    """Reports a tensor that is missing, of another shape, or no float."""
+    if tensor is None:
+        fix = "or tie_word_embeddings: true is missing there" if name == HEAD else ""
+        problems.add(name, f"is missing; {CONFIG} requires {list(shape)}", fix)
+    elif tensor.shape != shape:
+        of_vocabulary = model.vocab_size in shape and model.vocab_size not in tensor.shape
+        fix = f"{CONFIG} has vocab_size {model.vocab_size}" if of_vocabulary else ""
+        problems.add(name, f"is {list(tensor.shape)} in {tensor.file.name}, {CONFIG} requires {list(shape)}", fix)
+    elif tensor.dtype.name not in FLOATS:
+        problems.add(name, f"is {tensor.dtype} in {tensor.file.name}, and only {', '.join(FLOATS)} are read")
