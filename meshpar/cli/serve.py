@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
@@ -102,11 +103,7 @@ def serve(
         )  # fmt: skip
         endpoints = endpoints_of(engine, opened, name, token, hosts, adapters.names if adapters else ())
 
-        def ready() -> None:
-            address, at, *_ = bound.getsockname()
-            typer.echo(f"{engine}\nlistening at http://{address}:{at}", err=True)
-
-        run(endpoints.app(), endpoints.service, bound, ready)
+        run(endpoints.app(), endpoints.service, bound, partial(_say_ready, engine, bound))
 
 
 def _check_of_encoder(ctx: typer.Context, name: str) -> None:
@@ -126,11 +123,12 @@ def _serve_encoder(source: Source, name: str, token: str | None, hosts: Sequence
     embedder = Embedder.of(source)
     endpoints = EmbeddingEndpoints(embedder, name, token, hosts)
 
-    def ready() -> None:
-        address, at, *_ = bound.getsockname()
-        typer.echo(f"{embedder}\nlistening at http://{address}:{at}", err=True)
+    run(endpoints.app(), endpoints, bound, partial(_say_ready, embedder, bound))
 
-    run(endpoints.app(), endpoints, bound, ready)
+
+def _say_ready(served: object, bound: socket) -> None:
+    address, at, *_ = bound.getsockname()
+    typer.echo(f"{served}\nlistening at http://{address}:{at}", err=True)
 
 
 def _check_extra() -> None:

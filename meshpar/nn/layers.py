@@ -123,15 +123,14 @@ class LowRank(nnx.Module):
         kind = _PlannedAdapter if planned() else Adapter
         return kind(self.a[...], self.b[...], self.scale, self.used)
 
-    def stretch(self, kernel: jax.Array, dims: Sequence[str]) -> jax.Array | None:
-        """What DoRA multiplies each output of x @ kernel and of the update by; None without DoRA.
+    def stretch(self, kernel: jax.Array, dims: Sequence[str]) -> jax.Array:
+        """What DoRA multiplies each output of x @ kernel and of the update by.
 
         Args:
           kernel: [inputs..., outputs...], a local shard.
           dims: the names of its dims.
         """
-        if self.magnitude is None:
-            return None
+        assert self.magnitude is not None, "LoRA stretches nothing"
         num_inputs = self.a.ndim - 1
         update = self.scale * jnp.tensordot(wide(self.a[...]), wide(self.b[...]), axes=1, precision="highest")
         axes = tuple(axis for dim in dims[:num_inputs] for axis in manual_axes(dim))
@@ -258,9 +257,8 @@ class Projection(LinearMap):
 
         `row_parallel` does so after the sum over shards, so that the bias counts once, and fewer bytes are summed.
         """
-        stretch = self.lora and self.lora.stretch(self._kernel, self._dims)
-        if stretch is not None:
-            y = y * stretch.astype(y.dtype)
+        if self.lora is not None and self.lora.magnitude is not None:
+            y = y * self.lora.stretch(self._kernel, self._dims).astype(y.dtype)
         if self.expand is not None:
             y = linear.product(y, self.expand.weights)
         return y if self.bias is None else y + self.bias[...]

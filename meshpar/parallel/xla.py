@@ -1,8 +1,8 @@
 """What XLA does otherwise than a reader of the code expects, most of it on CPUs, and what meshpar does about it.
 
-Each function says what happens without it. All of it was seen with jax 0.10.2 to 0.11, and a test plants each: the
-orders of collectives in `tests/program/test_order.py` and `tests/process/test_xla_order.py`, memory and FLOPs in
-`tests/program` and `tests/equivalence/test_unroll.py`. A program for GPUs or TPUs has only the barriers.
+Each function says what happens without it, as seen with jax 0.10.2. Tests plant programs without `in_order`
+(`tests/program/test_order.py`, `tests/process/test_xla_order.py`) and without `not_before`
+(`tests/program/test_long_context.py`). A program for GPUs or TPUs has only the barriers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def in_order(number: jax.Array, results: Any) -> jax.Array:
 def run_in_order(run: Callable[[Any], Any], carry: Any) -> Any:
     """`run(carry)`, a loop whose collectives on CPUs begin only when the carry is known, see `in_order`.
 
-    Nothing that a loop sends can be computed from its whole carry. So it stands in a branch that is always taken.
+    The loop stands in a branch that is always taken, whose condition is computed from the carry.
     """
     if platform() != "cpu":
         return run(carry)
@@ -68,9 +68,9 @@ def not_before(value: T, result: jax.Array) -> T:
 
 
 def without_copy(values: T) -> T:
-    """Values that belong to one moment: new parameters, and the old moments that they were computed from.
+    """New parameters, and the old moments of the optimizer, from which XLA:CPU computes them.
 
-    XLA:CPU would overwrite the one before the last use of the other, and copy it for that use.
+    Without the barrier it would copy the moments before it overwrites them.
     """
     return lax.optimization_barrier(values)
 
