@@ -17,6 +17,8 @@ from meshpar.models.foreign import Json
 
 MOST_CLASSES = 2**20
 OF_TRAINING = frozenset({"initializer_range"})
+AGAIN = "_dict"
+"""The end of the second name of a part, which older files have beside the first."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ def encoder_options(config: Json, wanted: Wanted, where: str, problems: Problems
     assert family is not None
     found = Problems()
     own = CONFIG_CLASSES[config["model_type"]]
-    keys = {"": _keys(_without(config, {*family.parts, "id2label", "label2id"}), own, family, found)}
+    of_parts = {name + end for name in family.parts for end in ("", AGAIN)}
+    keys = {"": _keys(_without(config, of_parts | {"id2label", "label2id"}), own, family, found)}
     inner = {name: Problems() for name in family.parts}
     for name, kind in family.parts.items():
-        keys[name] = _keys(_part(config, name, found), CONFIG_CLASSES[kind], family, inner[name])
+        of_part = CONFIG_CLASSES[kind]
+        keys[name] = _keys(_part(config, name, of_part, found), of_part, family, inner[name])
     options = family.read(keys if family.parts else keys[""], wanted)
     for name, one in keys.items():
         one.read |= family.without_effect | OF_TRAINING | {*family.parts}
@@ -75,13 +79,20 @@ def _without(config: Json, names: set[str]) -> Json:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def _part(config: Json, name: str, found: Problems) -> Json:
-    """The config of a tower; empty if there is none, as in transformers."""
-    part = config.get(name) or {}
-    if isinstance(part, dict):
-        return _without(part, {"projection_dim"})  # that of the whole model counts
-    found.add(name, f"is {excerpt(repr(part))}, not a mapping of keys")
-    return {}
+def _part(config: Json, name: str, own: ConfigClass, found: Problems) -> Json:
+    """The config of a tower; empty if there is none, as in transformers.
+
+    Of the second name the values count, and so do the defaults of its class, as in transformers.
+    """
+    parts = {key: config.get(key) or {} for key in (name, name + AGAIN)}
+    for key, part in parts.items():
+        if not isinstance(part, dict):
+            found.add(key, f"is {excerpt(repr(part))}, not a mapping of keys")
+            return {}
+    first, second = parts.values()
+    if config.get(name + AGAIN) is not None:
+        first = _without(first, {*own.defaults})
+    return _without(first | second, {"projection_dim"})  # that of the whole model counts
 
 
 def _keys(config: Json, own: ConfigClass, family: EncoderFamily, found: Problems) -> Keys:

@@ -1,4 +1,4 @@
-"""Writes tables from the cases that are tested: of models, layouts and strategies, and of families of Hugging Face.
+"""Writes tables from the cases that are tested: of models, layouts and strategies, and of Hugging Face's families.
 
 PYTHONPATH=. python -m tests.docs.matrix
 """
@@ -12,7 +12,7 @@ from typing import Any
 from tests.docs.page import ROOT
 from tests.equivalence import test_strategies_of_any_model as strategies
 from tests.equivalence.test_zoo import LAYOUTS, cases
-from tests.interop import families
+from tests.interop import encoders, families, test_encoders
 from tests.interop.test_families import MESHES, mesh_cases, outcome
 from tests.zoo import MODELS
 
@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "guides" / "your-model.md"
 TABLE = re.compile(r"(?<=<!-- models and layouts -->\n)\n.*?\n(?=\n<!-- end -->)", re.DOTALL)
 FAMILY_PAGE = ROOT / "docs" / "guides" / "hugging-face.md"
 FAMILY_TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+ENCODER_TABLE = re.compile(r"(?<=<!-- encoders -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 VARIANT_TABLE = re.compile(r"(?<=<!-- variants -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 STRATEGY_TABLE = re.compile(r"(?<=<!-- models and strategies -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
@@ -72,6 +73,21 @@ def family_table() -> str:
     return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
+def encoder_table() -> str:
+    """The table of encoders: their heads and options, and the meshes of those that are trained."""
+    marks = {case.values: mark(case) for case in test_encoders.mesh_cases()}
+    rows = [
+        ("`model_type`", "heads", "options", "trained", *(f"`{mesh}`" for mesh in test_encoders.MESHES)),
+        (*["---"] * 4, *[":-:"] * len(test_encoders.MESHES)),
+    ]
+    for case, (head, *_) in test_encoders.TRAINED.items():
+        kind = case.partition("-")[0]
+        options = [name.removeprefix(f"{kind}-") for name in encoders.VARIANTS if name.startswith(f"{kind}-")]
+        against = [", ".join(names) if case == kind else "" for names in (encoders.HEADS[kind], options)]
+        rows.append((f"`{kind}`", *against, head, *(marks[case, mesh] for mesh in test_encoders.MESHES)))
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
 def variant_table() -> str:
     """The table of published variants: the kind of model that computes each, or why it is refused."""
     found: dict[str, list[str]] = {}
@@ -83,7 +99,9 @@ def variant_table() -> str:
 
 
 if __name__ == "__main__":
-    page = FAMILY_TABLE.sub(lambda _: family_table(), FAMILY_PAGE.read_text())
-    FAMILY_PAGE.write_text(VARIANT_TABLE.sub(lambda _: variant_table(), page))
+    page = FAMILY_PAGE.read_text()
+    for found, made in ((FAMILY_TABLE, family_table), (ENCODER_TABLE, encoder_table), (VARIANT_TABLE, variant_table)):
+        page = found.sub(lambda _, made=made: made(), page)
+    FAMILY_PAGE.write_text(page)
     written = TABLE.sub(lambda _: table(cases()), PAGE.read_text())
     PAGE.write_text(STRATEGY_TABLE.sub(lambda _: strategy_table(), written))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.docs.matrix import (
+    ENCODER_TABLE,
     FAMILY_PAGE,
     FAMILY_TABLE,
     PAGE,
     STRATEGY_TABLE,
     TABLE,
     VARIANT_TABLE,
+    encoder_table,
     family_table,
     mark,
     strategy_table,
@@ -29,10 +31,11 @@ def test_the_table_of_models_and_strategies_is_up_to_date():
     assert found == [strategy_table()], "write it: PYTHONPATH=. python -m tests.docs.matrix"
 
 
-def test_the_tables_of_families_are_up_to_date():
+def test_the_tables_of_families_and_encoders_are_up_to_date():
     page = FAMILY_PAGE.read_text()
-    found = FAMILY_TABLE.findall(page), VARIANT_TABLE.findall(page)
-    assert found == ([family_table()], [variant_table()]), "write them: PYTHONPATH=. python -m tests.docs.matrix"
+    found = [one.findall(page) for one in (FAMILY_TABLE, ENCODER_TABLE, VARIANT_TABLE)]
+    written = [[family_table()], [encoder_table()], [variant_table()]]
+    assert found == written, "write them: PYTHONPATH=. python -m tests.docs.matrix"
 
 
 def test_control_a_case_that_fails_is_marked():

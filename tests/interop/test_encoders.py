@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from functools import lru_cache
@@ -27,6 +28,7 @@ from meshpar.interop.encoder_model import EncoderModel, EncoderPretrained, expor
 from meshpar.interop.family_model import VALUE
 from meshpar.interop.family_tensors import module_of, shapes_of
 from meshpar.interop.open_folder import open_folder
+from meshpar.models.encoders import ENCODERS
 from meshpar.models.encoders.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders.family import Wanted
 from meshpar.verification.trial import Trial
@@ -131,26 +133,40 @@ def test_a_missing_key_has_the_default_of_its_own_class(kind):
     assert not problems.found
 
 
+@pytest.mark.parametrize("name", ["text_config", "vision_config"])
+def test_the_second_name_of_a_tower_counts_as_in_transformers(name):
+    """Published files of CLIP have both; the second one resets each key that it leaves out."""
+    config = CASES["clip"] | {f"{name}_dict": {"hidden_size": 64, "num_attention_heads": 4}}
+    completed = transformers.AutoConfig.for_model(**copy.deepcopy(config)).to_dict()  # it changes what it gets
+    assert options_of(config, "pairs") == options_of(completed, "pairs") != options_of(CASES["clip"], "pairs")
+
+
 OTHER = {bool: lambda x: not x, float: lambda x: x + 0.25, int: lambda x: x + 1, str: lambda x: "relu"}
+WALKED = {kind: {"": kind} for kind in ("bert", "roberta", "modernbert", "vit")}
+WALKED["clip"] = {"": "clip"} | ENCODERS["clip"].parts
+"""Kind -> its config's own keys, and those of its parts -> their class."""
 
 
 def other_values() -> list[Any]:
-    """Kind, head and key of each option with a value of one of these types."""
+    """Kind, head, part and key of each option with a value of one of these types."""
     found = []
-    for kind in ("bert", "roberta", "modernbert", "vit"):
-        for key, default in CONFIG_CLASSES[kind].defaults.items():
-            if type(default) in OTHER and not key.startswith(("output_", "return_")):
-                found += [(kind, head, key) for head in HEADS[kind]]
-    in_ci = ("vit", "hidden", "pooler_act")
+    for kind, parts in WALKED.items():
+        for part, called in parts.items():
+            for key, default in CONFIG_CLASSES[called].defaults.items():
+                if type(default) in OTHER and not key.startswith(("output_", "return_")):
+                    found += [(kind, head, part, key) for head in HEADS[kind]]
+    in_ci = ("vit", "hidden", "", "pooler_act")
     return [pytest.param(*one, marks=[] if one == in_ci else [pytest.mark.slow]) for one in found]
 
 
-@pytest.mark.parametrize(("kind", "head", "key"), other_values())
-def test_another_value_of_a_key_is_read_as_transformers_reads_it_or_is_refused(kind, head, key, tmp_path):
-    default = CASES[kind].get(key, CONFIG_CLASSES[kind].defaults[key])
-    change = {key: OTHER[type(default)](default)}
+@pytest.mark.parametrize(("kind", "head", "part", "key"), other_values())
+def test_another_value_of_a_key_is_read_as_transformers_reads_it_or_is_refused(kind, head, part, key, tmp_path):
+    config = CASES[kind][part] if part else CASES[kind]
+    default = config.get(key, CONFIG_CLASSES[WALKED[kind][part]].defaults[key])
+    change: dict[str, Any] = {key: OTHER[type(default)](default)}
     if key in ("hidden_size", "num_attention_heads"):
         change = {"hidden_size": 48, "num_attention_heads": 6}
+    change = {part: config | change} if part else change
     if options_of(CASES[kind] | change, head) is None:
         return
     check(tmp_path, saved(kind, head, tmp_path, **change))
@@ -320,15 +336,16 @@ def stepped(case: str, sizes: dict[str, int], presets: list[str], **changes: Any
     return trial.run(trial.start(), [data.rows(i, np.arange(16)) for i in range(1)])[1]
 
 
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    ("case", "mesh"),
-    [
+def mesh_cases() -> list[Any]:
+    return [
         pytest.param(case, mesh, marks=[] if (case, mesh) == MESH_SAMPLE else [pytest.mark.slow])
         for case in TRAINED
         for mesh in MESHES
-    ],
-)
+    ]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("case", "mesh"), mesh_cases())
 def test_a_step_on_a_mesh_is_that_of_one_device_with_dropout_too(case, mesh):
     assert far(on_one_device(case), stepped(case, *MESHES[mesh])) < 1e-10
 

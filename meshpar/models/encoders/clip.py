@@ -72,7 +72,7 @@ _TRAINING = frozenset({"initializer_factor", "logit_scale_init_value"})
 FAMILIES = {
     "clip": EncoderFamily(
         _read, _names, "", {"pairs": "CLIPModel"}, without_effect=_TRAINING,
-        neutral={"text_config_dict": None, "vision_config_dict": None, "dropout": 0.0},
+        neutral={"dropout": 0.0},
         parts={"text_config": "clip_text_model", "vision_config": "clip_vision_model"},
     ),
 }  # fmt: skip
