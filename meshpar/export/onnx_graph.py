@@ -1,7 +1,7 @@
 """Writes a trained model as an ONNX graph.
 
 A decoder of meshpar goes through its Hugging Face folder, transformers and PyTorch's exporter; a user's own model is
-converted from JAX. Why there are two ways: docs/design/0017.
+converted from JAX. Why there are two ways: docs/design/serving-compression-export.md.
 """
 
 from __future__ import annotations
