@@ -39,6 +39,11 @@ def seconds(config: str, target: str, changes: tuple[str, ...]) -> dict[str, flo
     return found
 
 
+def text_of(page: str) -> str:
+    """The text of a guide, as one line."""
+    return re.sub(r"\s+", " ", (GUIDES / f"{page}.md").read_text())
+
+
 @pytest.mark.parametrize(
     ("sentence", "what", "axes"),
     [
@@ -60,12 +65,11 @@ def seconds(config: str, target: str, changes: tuple[str, ...]) -> dict[str, flo
 def test_a_sentence_has_the_seconds_of_the_planner(sentence, what, axes):
     page, _, words = sentence.partition(": ")
     found = seconds(*what)
-    text = re.sub(r"\s+", " ", (GUIDES / f"{page}.md").read_text())
-    assert words.format(sum(found[axis] for axis in axes.split())) in text
+    assert words.format(sum(found[axis] for axis in axes.split())) in text_of(page)
 
 
 def test_one_link_across_hosts_would_need_the_other_time_of_the_guide():
     """What tensor parallelism sends within a host, over one link of 50 GB/s: 2.6 s."""
     sent = prepare(run := load(ROOT / LLAMA[0]), run.mesh.abstract(platform="gpu")).traced_bytes
     assert f"{float(sent[('tensor',)]) / LINKS['H100 SXM'].across.bytes_per_s:.1f}" == "2.6"
-    assert "they would need 2.6 s" in (GUIDES / "which-layout.md").read_text()
+    assert "they would need 2.6 s" in text_of("which-layout")
