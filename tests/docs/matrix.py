@@ -16,9 +16,8 @@ from tests.interop import encoders, families, test_encoders
 from tests.interop.test_families import MESHES, mesh_cases, outcome
 from tests.zoo import MODELS
 
-PAGE = ROOT / "docs" / "guides" / "your-model.md"
+PAGE = ROOT / "docs" / "reference" / "tested.md"
 TABLE = re.compile(r"(?<=<!-- models and layouts -->\n)\n.*?\n(?=\n<!-- end -->)", re.DOTALL)
-FAMILY_PAGE = ROOT / "docs" / "guides" / "hugging-face.md"
 FAMILY_TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 ENCODER_TABLE = re.compile(r"(?<=<!-- encoders -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 VARIANT_TABLE = re.compile(r"(?<=<!-- variants -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
@@ -99,9 +98,13 @@ def variant_table() -> str:
 
 
 if __name__ == "__main__":
-    page = FAMILY_PAGE.read_text()
-    for found, made in ((FAMILY_TABLE, family_table), (ENCODER_TABLE, encoder_table), (VARIANT_TABLE, variant_table)):
+    page = PAGE.read_text()
+    for found, made in (
+        (TABLE, lambda: table(cases())),
+        (STRATEGY_TABLE, strategy_table),
+        (FAMILY_TABLE, family_table),
+        (ENCODER_TABLE, encoder_table),
+        (VARIANT_TABLE, variant_table),
+    ):
         page = found.sub(lambda _, made=made: made(), page)
-    FAMILY_PAGE.write_text(page)
-    written = TABLE.sub(lambda _: table(cases()), PAGE.read_text())
-    PAGE.write_text(STRATEGY_TABLE.sub(lambda _: strategy_table(), written))
+    PAGE.write_text(page)

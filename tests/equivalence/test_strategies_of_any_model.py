@@ -1,7 +1,7 @@
 """Each strategy of the manual lowering, for models that are no decoders of meshpar's.
 
 A strategy that does not round equals plain JAX and the user's own loss on one device; one that rounds fulfils the law
-of its rounding. `tests/docs/matrix.py` writes the table of these tests into the guide.
+of its rounding. `tests/docs/matrix.py` writes the table of these tests into the reference.
 """
 
 from __future__ import annotations
