@@ -1,8 +1,9 @@
 """The docs and the README do what they say: their code runs, and prints what they show.
 
 - The `python` blocks of a page run in order, as one program in a fresh folder with `configs/` in it, and with nothing
-  that a reader's shell does not have: no variable of JAX or XLA says how many devices there are. They are read as the
-  prompt of Python reads lines that are pasted: a blank line ends a suite, so that there is one below it and none in it.
+  that a reader's shell does not have: no variable of JAX or XLA says how many devices there are. Modules are imported
+  before, once for all pages. Lines are read as Python's prompt reads those that are pasted: a blank line ends a suite,
+  so that there is one below it and none in it.
 - A `text` block directly below a block is that block's output; a line `...` in it stands for any lines.
 - An `sh` block runs if its output is shown; if not, each of its `meshpar` commands must fit the command line,
   its config load, and its arrays fit the mesh.
@@ -15,7 +16,9 @@
 
 from __future__ import annotations
 
+import atexit
 import doctest
+import functools
 import json
 import os
 import re
@@ -24,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 import typer
@@ -57,34 +61,49 @@ def pasted(code, page, line):
     if any(lines):
         raise SyntaxError(f"{page}:{line}: the block is not complete")
 '''
-RUNNER = f"""
+SERVER = f"""
 {PASTE}
 import gc, json, os, shlex, subprocess, sys
+import flax.nnx, meshpar, optax
+[getattr(meshpar, name) for name in meshpar.__all__]  # imports what is imported at the first use
 gc.set_threshold(100_000, 20, 20)  # as in the other tests
 sys.displayhook = lambda value: None  # the pages do not show the value of each line
-names, shell = {{"__name__": "__main__"}}, dict(os.environ)
-background = []
-try:
-    for language, line, code, num_lines in json.load(sys.stdin):
-        if language == "python":
-            for program in pasted(code, sys.argv[1], line):
-                exec(program, names)
-        elif num_lines is None:
-            subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
-        else:
-            piped = {{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}}
-            background.append(subprocess.Popen(shlex.split(code), env=shell, **piped))
-            lines = [background[-1].stdout.readline() for _ in range(num_lines)]
-            print(*lines, sep="", end="")
-            if "" in lines:  # it closed its output, so it is about to end
-                background[-1].wait(60)
-        print({END!r}, flush=True)
-finally:
-    for process in background:
-        process.terminate()
-    ends = [process.wait() for process in background]
-assert not any(ends), f"in the background: ended with {{ends}}"
+
+def run(page, program):
+    names, shell = {{"__name__": "__main__"}}, dict(os.environ)
+    background = []
+    try:
+        for language, line, code, num_lines in program:
+            if language == "python":
+                for one in pasted(code, page, line):
+                    exec(one, names)
+            elif num_lines is None:
+                subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
+            else:
+                piped = {{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}}
+                background.append(subprocess.Popen(shlex.split(code), env=shell, **piped))
+                lines = [background[-1].stdout.readline() for _ in range(num_lines)]
+                print(*lines, sep="", end="")
+                if "" in lines:  # it closed its output, so it is about to end
+                    background[-1].wait(60)
+            print({END!r}, flush=True)
+    finally:
+        for process in background:
+            process.terminate()
+        ends = [process.wait() for process in background]
+    assert not any(ends), f"in the background: ended with {{ends}}"
+
+for request in sys.stdin:
+    page, program, folder, *files = json.loads(request)
+    if not (child := os.fork()):
+        os.chdir(folder)
+        for stream, name in enumerate([os.devnull, *files]):
+            os.dup2(os.open(name, os.O_RDWR), stream)
+        run(page, program)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+"""Runs each page in a process of its own, a fork of one that has imported everything and started nothing."""
 
 
 class Block(NamedTuple):
@@ -147,22 +166,29 @@ OPTIMIZED = ("inspect.md", "14-precision.md")
 QUICKLY = {"XLA_FLAGS": FLAGS, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1"}
 
 
+@functools.cache
+def server(page_is_optimized: bool) -> subprocess.Popen[str]:
+    env = shell() | ({} if page_is_optimized else QUICKLY)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    started = subprocess.Popen([sys.executable, "-c", SERVER], env=env, cwd=ROOT, text=True, **pipes)
+    atexit.register(started.communicate)
+    return started
+
+
 def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
     """What each block prints, run in order in one process with `folder` as the working directory.
 
     JAX and XLA compile quickly, as in the other tests. A reader's XLA optimizes, which changes figures of two pages.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, page],
-        input=json.dumps([(b.language, b.line, b.code, b.num_lines) for b in program]),
-        cwd=folder,
-        env=shell() | ({} if page.name in OPTIMIZED else QUICKLY),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.split(f"{END}\n")[:-1]
+    code = [(b.language, b.line, b.code, b.num_lines) for b in program]
+    process = server(page.name in OPTIMIZED)
+    with NamedTemporaryFile("r") as printed, NamedTemporaryFile("r") as errors:
+        request = json.dumps([str(page), code, str(folder), printed.name, errors.name])
+        print(request, file=process.stdin, flush=True)
+        ended = process.stdout.readline()
+        assert ended == "0\n", errors.read()[-4000:]
+        return printed.read().split(f"{END}\n")[:-1]
 
 
 def check_outputs(page: Path, folder: Path) -> None:
