@@ -11,33 +11,19 @@ other.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.cost.walk import DECLARED, Visit, walk
+from meshpar.cost.walk import Visit, walk
 from meshpar.errors import ProgramError
-
-_NEEDED = re.compile(r"needed_(\d+)_of_(\d+)")
-
-
-def needed(part: Fraction) -> AbstractContextManager[Any]:
-    """A scope for products of which a model needs only a part, as causal attention needs half of all scores."""
-    return jax.named_scope(f"needed_{part.numerator}_of_{part.denominator}")
-
-
-def declared(num_flops: int) -> AbstractContextManager[Any]:
-    """A scope that declares the operations of a kernel on one device, for a kernel that skips cells of its grid."""
-    return jax.named_scope(f"declares_{num_flops}_flops")
+from meshpar.parallel.scopes import declared_flops, needed_part
 
 
 @dataclass(frozen=True)
@@ -132,10 +118,8 @@ def traced_products(program: ClosedJaxpr, mean: bool = False) -> list[Product]:
             continue
         if visit.times is None:
             raise ProgramError(f"{visit.primitive}: in a while loop, which may run any number of times")
-        part = _NEEDED.search(visit.scope)
-        share = Fraction(int(part[1]), int(part[2])) if part else Fraction(1)
-        sizes = _sizes(visit, num_flops)
-        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, share, sizes, visit.loops))
+        part, sizes = needed_part(visit.scope), _sizes(visit, num_flops)
+        found.append(Product(visit.primitive, num_flops, visit.num_shards, visit.times, part, sizes, visit.loops))
     return found
 
 
@@ -155,8 +139,7 @@ def needed_flops(found: Iterable[Product]) -> Fraction:
 def _num_flops(visit: Visit) -> int | None:
     """Operations of one run of an equation; None if it has no product, or contains equations that are visited."""
     if visit.primitive == "pallas_call":
-        stated = DECLARED.search(visit.scope)
-        return int(stated[1]) if stated else None
+        return declared_flops(visit.scope)
     return 2 * PRODUCTS[visit.primitive](visit.equation) if visit.primitive in PRODUCTS else None
 
 

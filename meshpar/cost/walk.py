@@ -1,39 +1,24 @@
 """Walks the equations of a traced program, and counts how often one call of the program runs each of them.
 
-The body of a loop runs as often as the loop's length says; if data decide, as often as its scope says (`runs`). A
-kernel runs as often as its grid has cells; a kernel whose operations are declared is not entered. A branch of a
-pipeline counts as often as its schedule takes it; every other branch counts as always taken. Equations on which no
-output depends are left out, because compilers remove them.
+The body of a loop runs as often as the loop's length says; if data decide, as often as its scope says, see
+`parallel.scopes`. A kernel runs as often as its grid has cells; a kernel whose operations are declared is not entered.
+A branch of a pipeline counts as often as its schedule takes it; every other branch counts as always taken. Equations on
+which no output depends are left out, because compilers remove them.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import count
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-# The name of a conditional's scope in `parallel.pipeline.execute`: a number for each branch, or one for all.
-_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)\)*$")
-# The scope around it, if only one of several stages takes the branch.
-_ON_ONE_STAGE = re.compile(r"on_1_of_(\d+)_stages/taken_[\d_]+_of_\d+$")
-# The name of the scope of a loop over data: how often it is expected to run, see `runs`.
-_RUNS = re.compile(r"runs_(\d+)_times$")
-DECLARED = re.compile(r"declares_(\d+)_flops")
-"""The name of the scope of a kernel whose operations are declared, see `cost.flops.declared`."""
-
-
-def runs(times: int) -> AbstractContextManager[Any]:
-    """A scope for a loop whose length depends on data: how often it is expected to run."""
-    return jax.named_scope(f"runs_{times}_times")
+from meshpar.parallel.scopes import declared_flops, times_of_branches, times_of_loop
 
 
 @dataclass(frozen=True)
@@ -101,18 +86,15 @@ def repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
     """How often an equation runs each of the jaxprs inside of it; None if that is unknown."""
     params = visit.equation.params
     if visit.primitive == "while":
-        expected = _RUNS.search(visit.scope)
-        return [Fraction(int(expected[1])) if expected else None] * num_inside
+        expected = times_of_loop(visit.scope)
+        return [None if expected is None else Fraction(expected)] * num_inside
     if visit.primitive == "scan":
         return [Fraction(params["length"])] * num_inside
     if visit.primitive == "pallas_call":
-        if DECLARED.search(visit.scope):
+        if declared_flops(visit.scope) is not None:
             return [Fraction(0)] * num_inside
         return [Fraction(math.prod(params["grid_mapping"].grid))] * num_inside
-    if visit.primitive == "cond" and (taken := _TAKEN.search(visit.scope)):
-        on = _ON_ONE_STAGE.search(visit.scope) if visit.mean else None
-        of = int(taken[2]) * (int(on[1]) if on else 1)
-        times = [Fraction(int(branch), of) for branch in taken[1].split("_")]
+    if visit.primitive == "cond" and (times := times_of_branches(visit.scope, visit.mean)):
         return times if len(times) > 1 else times * num_inside
     return [Fraction(1)] * num_inside
 

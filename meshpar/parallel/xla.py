@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.parallel.context import manual, platform
-from meshpar.parallel.pipeline.conditional import run_if
+from meshpar.parallel.scopes import run_if
 
 T = TypeVar("T")
 UNROLLED_WEIGHTS = 2**17
@@ -47,7 +47,7 @@ def run_in_order(run: Callable[[Any], Any], carry: Any) -> Any:
     """
     if platform() != "cpu":
         return run(carry)
-    return run_if(in_order(jnp.int32(1), carry) == 1, run, carry, taken=(1, 1))
+    return run_if(in_order(jnp.int32(1), carry) == 1, run, carry, times=(1, 1))
 
 
 def recomputed(saved_and_grad: T) -> T:

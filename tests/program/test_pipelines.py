@@ -20,7 +20,8 @@ from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.remat import Remat
 from meshpar.optim.freeze import Freeze
-from meshpar.parallel.pipeline import conditional, execute, split
+from meshpar.parallel import scopes
+from meshpar.parallel.pipeline import execute, split
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
@@ -195,8 +196,8 @@ def test_planted_branches_that_all_count_as_taken_are_seen(monkeypatch):
     def all_taken(*times, of, stages=1):
         return jax.named_scope(f"taken_{of}_of_{of}")
 
-    for module in (conditional, execute):
-        monkeypatch.setattr(module, "taken_scope", all_taken)
+    for module in (scopes, execute):
+        monkeypatch.setattr(module, "taken", all_taken)
     run = run_of("1f1b", "pipe4", 8)
     assert run.traced_bytes["pipe",] > 2 * closed_form(run)["pipe",]
 

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, prepare
 from meshpar.cost import walk
-from meshpar.cost.flops import flops, needed, needed_flops, traced_products
+from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.errors import ProgramError
 from meshpar.experiment import mfu
 from meshpar.inspection.inspect import inspect
 from meshpar.mesh import hardware
+from meshpar.parallel.scopes import needed
 from meshpar.tree import flatten_with_paths
 from tests import pipelines
 from tests.program.oracle import flops_per_token

@@ -15,12 +15,12 @@ import numpy as np
 
 from meshpar.inspection.program.text import Array, Instruction, Program
 from meshpar.inspection.program.walk import Visit
+from meshpar.parallel.scopes import declared_flops
 
 _GEMM = re.compile(r"gemm|cublas|onednn|matmul", re.IGNORECASE)
 _LABELS = re.compile(r"dim_labels=(\w+?)_(\w+)->(\w+)")
 # Custom calls of TPU and GPU programs that only allocate, assert or wait.
 _EMPTY = re.compile(r"Allocate|Assume|AsyncCollective|Sharding|SPMD")
-_DECLARED = re.compile(r"declares_(\d+)_flops")
 """The name of the scope in which a traced program declares the operations of a kernel."""
 _CUDNN_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 """cuDNN's attention -> its products: of the scores and the result; backward, of the scores and four gradients."""
@@ -51,8 +51,7 @@ def _is_counted(one: Instruction) -> bool:
 
 def _declared(one: Instruction) -> int | None:
     """The operations that the program declares for a Pallas kernel; None if it declares none."""
-    stated = _DECLARED.search(one.op_name)
-    return int(stated[1]) if stated and _target(one) == "tpu_custom_call" else None
+    return declared_flops(one.op_name) if _target(one) == "tpu_custom_call" else None
 
 
 def _flops(program: Program, one: Instruction) -> int:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshpar.inspection.program.text import Instruction, Program
+from meshpar.parallel.scopes import times_of_branches, times_of_loop
 
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_TAKEN = re.compile(r"taken_(\d+(?:_\d+)*)_of_(\d+)\)*/cond$")
-_EXPECTED = re.compile(r"runs_(\d+)_times/while$")
 _CALLS = ("to_apply", "calls", "called_computations")
 
 
@@ -62,10 +61,10 @@ def _taken(one: Instruction, times: Fraction | None) -> Iterable[tuple[str, Frac
     """The branches of a conditional in the order of its index, and how often each runs if it runs `times`."""
     false, true = (one.names(f"{name}_computation") for name in ("false", "true"))
     branches = one.names("branch_computations") or false + true
-    stated = _TAKEN.search(one.op_name)
+    stated = times_of_branches(one.op_name)
     if not branches or not stated or times is None:
         return [(branch, times) for branch in branches]
-    taken = [times * Fraction(int(branch), int(stated[2])) for branch in stated[1].split("_")]
+    taken = [times * each for each in stated]
     return zip(branches, taken if len(taken) > 1 else taken * len(branches), strict=True)
 
 
@@ -75,8 +74,10 @@ def _product(times: Fraction | None, trips: int | None) -> Fraction | None:
 
 def trip_count(program: Program, loop: Instruction) -> int | None:
     """The number of times that the body of a `while` runs, or is expected to run; None if neither is known."""
-    if known := _KNOWN_TRIPS.search(loop.rest) or _EXPECTED.search(loop.op_name):
+    if known := _KNOWN_TRIPS.search(loop.rest):
         return int(known[1])
+    if (expected := times_of_loop(loop.op_name)) is not None:
+        return expected
     outside = program.computation(loop.computation)
     condition = program.computation(loop.word("condition"))
     body = program.computation(loop.word("body"))

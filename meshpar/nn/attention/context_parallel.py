@@ -41,7 +41,7 @@ def across_shards(
 ) -> tuple[Float[Array, "B S H h"], Any]:  # fmt: skip
     """Computes attention over whole rows, of which each device has a shard. Without shards it only calls the core.
 
-    Communication: that of `Shards.meet` or `Exchange`, as `parallel.context` selects.
+    Communication: that of `Shards.visit_all` or `Exchange`, as `parallel.context` selects.
     """
     if not core.has_cache and (planning := planned()):
         return _operation(planning, core, q, k, v, positions, segments, window), None

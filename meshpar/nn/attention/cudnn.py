@@ -27,6 +27,7 @@ from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Capability, Setting, capability, of_arrays, of_mesh
 from meshpar.parallel.context import constrain, current
+from meshpar.parallel.scopes import taken
 from meshpar.sharding.resolve import is_compile_only
 
 AMPERE: Capability = (8, 0)
@@ -70,8 +71,7 @@ class Cudnn(Kernel):
         opens = _opens(segments)
         num_documents = opens.sum(axis=1)
         in_one_piece = num_documents == _opens(jnp.sort(segments, axis=1)).sum(axis=1)
-        # Counts of operations take the branch of cuDNN as always taken; see `cost.walk`.
-        with jax.named_scope("taken_0_1_of_1"):
+        with taken(0, 1, of=1):  # counts of operations take the branch of cuDNN as always taken
             out = lax.cond(
                 (in_one_piece & (num_documents <= most)).all(),
                 lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), setting.window),

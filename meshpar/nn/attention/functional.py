@@ -48,7 +48,7 @@ def attend(
       scale: of the scores. Default: `h ** -0.5`.
       cap: scores are `cap * tanh(score / cap)`, as in Gemma 2.
 
-    Memory: see `Blocks`. Communication: see `Shards.meet`, if the tokens are sharded.
+    Memory: see `Blocks`. Communication: see `Shards.visit_all`, if the tokens are sharded.
 
     Raises:
       ValueError: a window without `causal`; `causal` or `segments` with keys of another length; query heads that are no

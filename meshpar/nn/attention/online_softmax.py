@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
         return Tokens(_block(self.index, start, grid, 0), _block(self.segments, start, grid))
 
 
-class Meeting(NamedTuple):
+class Inputs(NamedTuple):
     """Queries, and the keys and values that they attend to.
 
     Args:
@@ -116,17 +116,17 @@ def empty(q: Float[Array, "B S H h"]) -> Softmax:
     return jax.tree.map(lambda x: varying_like(x, q), state)
 
 
-def extend(grids: Grids, state: Softmax, met: Meeting, pairs: Int[Array, "P 4"]) -> Softmax:
+def extend(grids: Grids, state: Softmax, inputs: Inputs, pairs: Int[Array, "P 4"]) -> Softmax:
     """The state after the pairs of a table. The result of a query that attends to no key has no meaning, see `sees`.
 
     Args:
       pairs: rows of `Grids.rows`.
     """
-    q, k, v, *_ = met
+    q, k, v, *_ = inputs
 
     def step(state: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
-        visible = _visible(grids, pair, met)
-        scores = masked_scores(_block(q, pair[0], grids.queries), _block(k, pair[1], grids.keys), visible, met.cap)
+        visible = _visible(grids, pair, inputs)
+        scores = masked_scores(_block(q, pair[0], grids.queries), _block(k, pair[1], grids.keys), visible, inputs.cap)
         old = jax.tree.map(lambda x: _block(x, pair[0], grids.queries, 2), state)
         new = old.with_keys(scores, _block(v, pair[1], grids.keys))
         return jax.tree.map(lambda x, part: _with_block(x, part, pair[0], 2), state, new), None
@@ -156,10 +156,10 @@ def backward_of(
 
 
 def add_gradients(
-    grids: Grids, grads: tuple[jax.Array, ...], known: Backward, met: Meeting, pairs: Int[Array, "P 4"]
+    grids: Grids, grads: tuple[jax.Array, ...], known: Backward, inputs: Inputs, pairs: Int[Array, "P 4"]
 ) -> tuple[jax.Array, ...]:
     """Adds the gradients of q, k and v from the pairs of a table. It computes their scores again. See `extend`."""
-    q, k, v, *_ = met
+    q, k, v, *_ = inputs
     num_groups = q.shape[2] // k.shape[2]
 
     def step(grads: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
@@ -170,9 +170,9 @@ def add_gradients(
         grad_BKrh = _rows(_block(known.grad, pair[0], grids.queries).swapaxes(1, 2), k_BKth)
         log_mass_BKr = _rows(_block(known.log_mass, pair[0], grids.queries, 2), k_BKth)
         mean_BKr = _rows(_block(known.mean, pair[0], grids.queries, 2), k_BKth)
-        visible_Btr = jnp.tile(_visible(grids, pair, met).swapaxes(1, 2), num_groups)
+        visible_Btr = jnp.tile(_visible(grids, pair, inputs).swapaxes(1, 2), num_groups)
         # With keys before queries no product contracts the first dim of a score: XLA:CPU would copy the scores.
-        scores, slope = _capped(_product("bkth,bkrh->bktr", k_BKth, q_BKrh), met.cap)
+        scores, slope = _capped(_product("bkth,bkrh->bktr", k_BKth, q_BKrh), inputs.cap)
         logs = scores - log_mass_BKr[:, :, None]
         weights = jnp.exp(jnp.where(visible_Btr[:, None], logs, jnp.finfo(logs.dtype).min))  # 0 where it is not visible
         of_weights = _product("bkth,bkrh->bktr", v_BKth, grad_BKrh)
@@ -202,12 +202,12 @@ def _for_each(step: Callable[[Any, jax.Array], tuple[Any, None]], carry: Any, q:
     return lax.scan(step, carry, not_before(pairs, q.reshape(-1)[0]))[0]
 
 
-def _visible(grids: Grids, pair, met: Meeting) -> Bool[Array, "B s t"]:
-    of_queries = met.queries.block(pair[0], grids.queries)
-    of_keys = met.keys.block(pair[1], grids.keys)
+def _visible(grids: Grids, pair, inputs: Inputs) -> Bool[Array, "B s t"]:
+    of_queries = inputs.queries.block(pair[0], grids.queries)
+    of_keys = inputs.keys.block(pair[1], grids.keys)
     visible = of_queries.segments[:, :, None] == of_keys.segments[:, None, :]
-    if met.is_causal:
-        visible &= causal_window(of_queries.index, of_keys.index, met.window)
+    if inputs.is_causal:
+        visible &= causal_window(of_queries.index, of_keys.index, inputs.window)
     if grids.is_ragged:
         queries, keys = (jnp.arange(grid.size, dtype=jnp.int32) for grid in grids)
         visible &= (queries >= pair[2] - pair[0])[:, None] & (keys >= pair[3] - pair[1])

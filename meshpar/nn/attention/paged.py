@@ -80,7 +80,7 @@ class PagedLayer:
         tables_Bnm = _blocks(table, pages)
         scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
 
-        def meet(block: Int[Array, ""], state: Softmax) -> Softmax:
+        def visit(block: Int[Array, ""], state: Softmax) -> Softmax:
             slots = block * num_slots + jnp.arange(num_slots, dtype=jnp.int32)
             table = tables_Bnm[:, block]
             keys = local_key_heads(self._rows(cache.keys, table), q)
@@ -92,7 +92,7 @@ class PagedLayer:
             return state.with_keys(masked_scores(scaled, keys, visible), values)
 
         num_blocks = jnp.minimum(positions.max() // num_slots + 1, tables_Bnm.shape[1])
-        return jax.lax.fori_loop(0, num_blocks, meet, empty(q)).result().astype(q.dtype), cache
+        return jax.lax.fori_loop(0, num_blocks, visit, empty(q)).result().astype(q.dtype), cache
 
     def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions_BS: Int[Array, "B S"]) -> Stored:
         page_size = _page_size(stored)

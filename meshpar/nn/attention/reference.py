@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.config import Config
-from meshpar.cost.flops import needed
 from meshpar.nn.attention.core import Window, causal_window, documents, needed_scores
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.remat import named
 from meshpar.nn.supported import Sharding
 from meshpar.parallel.precision import wide
+from meshpar.parallel.scopes import needed
 
 
 class Reference(Config):

@@ -54,12 +54,12 @@ class ShardTables:
         """int[hop, shard, chunk of queries, chunk of keys]: how many chunks the queries are after the keys."""
         chunks = self.layout.chunks
         shard = np.arange(len(chunks))
-        met = chunks[(shard - shard[:, None]) % len(chunks)]
+        keys = chunks[(shard - shard[:, None]) % len(chunks)]
         if not self.is_causal:
             return np.zeros((len(chunks), *chunks.shape, chunks.shape[1]), int)
         # All distances of at least `far` give the same table, and so do all keys after the queries.
         far = 1 if self.window is None else -(-(self.window - 1) // self.grid.seq_len) + 1
-        return np.clip(chunks[:, :, None] - met[:, :, None, :], -1, far)
+        return np.clip(chunks[:, :, None] - keys[:, :, None, :], -1, far)
 
     @cached_property
     def which(self) -> np.ndarray:

@@ -23,14 +23,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.collectives.permute import permute
 from meshpar.collectives.swap import pairings, swap
-from meshpar.cost.flops import needed
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import Grids
 from meshpar.nn.attention.core import Documents
-from meshpar.nn.attention.online_softmax import Meeting, Tokens, add_gradients, backward_of, empty, extend
+from meshpar.nn.attention.online_softmax import Inputs, Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.remat import named
 from meshpar.parallel.local import varying_like
+from meshpar.parallel.scopes import needed, taken
 from meshpar.parallel.xla import in_order, not_before, recomputed
 
 Run = Callable[[Grids, jax.Array, Tokens, Any], Any]
@@ -74,8 +74,8 @@ class Shards:
     def tokens(self, shard: jax.Array | int, segments: Int[Array, "B S"]) -> Tokens:
         return Tokens(self.tables.layout.tokens_of(shard, segments.shape[1]), segments)
 
-    def meeting(self, q: Any, k: Any, v: Any, queries: Tokens, keys: Tokens, window: Any) -> Meeting:
-        return Meeting(q, k, v, queries, keys, window, self.tables.is_causal, self.cap)
+    def inputs(self, q: Any, k: Any, v: Any, queries: Tokens, keys: Tokens, window: Any) -> Inputs:
+        return Inputs(q, k, v, queries, keys, window, self.tables.is_causal, self.cap)
 
     def run(self, hop: Any, used: np.ndarray, queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
         """Runs the table of this device at a hop, if a query and a key can be in the same document.
@@ -100,27 +100,27 @@ class Shards:
         by_length = self.tables.by_length(used)
         which = jnp.asarray(self.tables.which, jnp.int32)[hop, self.rank]
 
-        def of_length(alike: list[int], which: jax.Array, carry: Any) -> Any:
-            if not len(tables[alike[0]]):
+        def of_length(same_length: list[int], which: jax.Array, carry: Any) -> Any:
+            if not len(tables[same_length[0]]):
                 return carry
-            if len(alike) == 1:
-                return run(self.tables.grids, jnp.asarray(tables[alike[0]]), keys, carry)
-            place = np.searchsorted(alike, np.arange(len(tables))).astype(np.int32)
-            table = jnp.asarray(np.stack([tables[index] for index in alike]))[jnp.asarray(place)[which]]
+            if len(same_length) == 1:
+                return run(self.tables.grids, jnp.asarray(tables[same_length[0]]), keys, carry)
+            place = np.searchsorted(same_length, np.arange(len(tables))).astype(np.int32)
+            table = jnp.asarray(np.stack([tables[index] for index in same_length]))[jnp.asarray(place)[which]]
             return run(self.tables.grids, table, keys, carry)
 
         first, *others = by_length.values()
         if not others:
             return of_length(first, which, carry)
         branch = np.zeros(len(tables), np.int32)
-        for number, alike in enumerate(by_length.values()):
-            branch[alike] = number
-        taken = [str(int(np.isin(used, alike).sum())) for alike in by_length.values()]
-        with jax.named_scope(f"taken_{'_'.join(taken)}_of_{used.size}"):
-            branches = [partial(of_length, alike) for alike in by_length.values()]
+        for number, same_length in enumerate(by_length.values()):
+            branch[same_length] = number
+        counts = [int(np.isin(used, same_length).sum()) for same_length in by_length.values()]
+        with taken(*counts, of=used.size):
+            branches = [partial(of_length, same_length) for same_length in by_length.values()]
             return lax.switch(jnp.asarray(branch)[which], branches, which, carry)
 
-    def meet(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
+    def visit_all(self, visit: Visit, carry: Any, keys: Any) -> tuple[Any, Any]:
         """Visits the keys of each shard that a query attends to. Returns the carry, and the sums of this shard's terms.
 
         Communication: round the ring, a message of `keys` at each hop, and one more message of the sums than hops; or
@@ -150,8 +150,8 @@ class Shards:
         def step(state: Any, hop: Any, hops: Sequence[int]) -> Any:
             carry, added = state
             shard = self.source(hop)
-            met = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, shard, keepdims=False), gathered)
-            carry, more = visit(hop, self._used(hops), carry, met)
+            received = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, shard, keepdims=False), gathered)
+            carry, more = visit(hop, self._used(hops), carry, received)
             return carry, jax.tree.map(lambda x, part: x.at[shard].add(part), added, more)
 
         carry, first = visit(0, self._used([0]), carry, keys)
@@ -172,9 +172,9 @@ class Shards:
             if not any(len(self.tables.tables[table]) for table in used):
                 continue
             keys, carry = lax.optimization_barrier((keys, carry))  # else XLA may exchange the keys of all rounds first
-            met = jax.tree.map(lambda x: swap(x, self.axes, partners, group), keys)  # noqa: B023
+            received = jax.tree.map(lambda x: swap(x, self.axes, partners, group), keys)  # noqa: B023
             hop = jnp.asarray(hops.astype(np.int32))[self.rank]
-            carry, more = visit(hop, used, carry, met)
+            carry, more = visit(hop, used, carry, received)
             more = jax.tree.map(lambda x: swap(x, self.axes, partners, group), more)  # noqa: B023
             added = jax.tree.map(jnp.add, added, more)
         return carry, added
@@ -183,11 +183,11 @@ class Shards:
         """Sends the keys round the ring. Each step sends them, and the sums of earlier steps, before it computes."""
         hops = self.tables.hops
 
-        def step(state: Any, hop: Any, alike: Sequence[int], by: int, on: int) -> Any:
+        def step(state: Any, hop: Any, hops: Sequence[int], by: int, on: int) -> Any:
             carry, keys, added = state
             ahead = self._send(keys, on) if on else keys
             added = self._send(added, by)
-            carry, more = visit(hop, self._used(alike), carry, keys)
+            carry, more = visit(hop, self._used(hops), carry, keys)
             return carry, ahead, jax.tree.map(jnp.add, added, more)
 
         ahead = self._send(keys, hops[0])
@@ -238,8 +238,8 @@ def attend(
     Memory: in addition to the result, its gradient and the arguments, the scores of one pair of blocks; the keys and
       values of a shard twice, or of all shards if they are gathered.
     Numerics: the softmax and all sums over blocks in float32 at least.
-    Communication: see `Shards.meet`: k, v and segments forward and backward; backward also the gradients of k and v, in
-      float32 at least.
+    Communication: see `Shards.visit_all`: k, v and segments forward and backward; backward also the gradients of k and
+      v, in float32 at least.
     """
     return _attend_forward(shards, q, k, v, documents, window)[0]
 
@@ -248,15 +248,15 @@ def _attend_forward(shards: Shards, q, k, v, documents, window):
     queries = shards.tokens(shards.rank, documents.queries)
 
     def visit(hop: Any, used: np.ndarray, state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
-        k, v, theirs = of_shard
+        k, v, segments = of_shard
 
         def run(grids: Grids, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
-            return extend(grids, state, shards.meeting(q, k, v, queries, keys, window), pairs)
+            return extend(grids, state, shards.inputs(q, k, v, queries, keys, window), pairs)
 
-        return shards.run(hop, used, queries, theirs, run, state), ()
+        return shards.run(hop, used, queries, segments, run, state), ()
 
     with needed(shards.tables.needed):
-        state, _ = shards.meet(visit, empty(q), (k, v, shards.sent_after(q, documents.keys)))
+        state, _ = shards.visit_all(visit, empty(q), (k, v, shards.sent_after(q, documents.keys)))
     out = named(state.result().astype(v.dtype), "attn")
     return (out, state.sees()), (q, k, v, documents, window, out, named(state.log_mass(), "log_mass"))
 
@@ -276,16 +276,16 @@ def _attend_backward(shards: Shards, saved, grads):
         return varying_like(jnp.broadcast_to(zero, x.shape), q)
 
     def visit(hop: Any, used: np.ndarray, of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
-        k, v, theirs = of_shard
+        k, v, segments = of_shard
 
         def run(grids: Grids, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
-            return add_gradients(grids, grads, known, shards.meeting(q, k, v, queries, keys, window), pairs)
+            return add_gradients(grids, grads, known, shards.inputs(q, k, v, queries, keys, window), pairs)
 
-        of_q, *added = shards.run(hop, used, queries, theirs, run, (of_q, zeros(k), zeros(v)))
+        of_q, *added = shards.run(hop, used, queries, segments, run, (of_q, zeros(k), zeros(v)))
         return of_q, tuple(added)
 
     with needed(shards.tables.needed):
-        of_q, added = shards.meet(visit, zeros(q), (k, v, shards.sent_after(grad, documents.keys)))
+        of_q, added = shards.visit_all(visit, zeros(q), (k, v, shards.sent_after(grad, documents.keys)))
     grads = (of_q, *added)
     return *(x.astype(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)), None, None
 

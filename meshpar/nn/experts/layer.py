@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meshpar.cost.flops import needed
 from meshpar.nn.experts.capacity import by_capacity
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
@@ -27,6 +26,7 @@ from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
 from meshpar.parallel.context import ParallelContext, dispatch_axes, planned
 from meshpar.parallel.outputs import Auxiliary
+from meshpar.parallel.scopes import needed
 
 DROPPED = "experts_dropped"
 """The metric with the fraction of choices that had no place, under `dispatch: capacity`."""

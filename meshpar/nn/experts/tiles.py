@@ -24,8 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from meshpar.cost.flops import needed
-from meshpar.cost.walk import runs
 from meshpar.mesh.varying import varying_alike, varying_like
 from meshpar.nn.experts.mlp import ExpertWeights
 from meshpar.nn.experts.sorting import Order, Size, no_gradient, read, rows_of, summed
@@ -33,6 +31,7 @@ from meshpar.nn.layers import silu_product
 from meshpar.nn.remat import named
 from meshpar.parallel.context import current
 from meshpar.parallel.precision import wide, wide_dtype
+from meshpar.parallel.scopes import needed, runs
 
 SMALLEST = 64
 LARGEST = 512

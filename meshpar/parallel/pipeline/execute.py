@@ -23,7 +23,6 @@ from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual
 from meshpar.parallel.local import varying, zeros_of
 from meshpar.parallel.outputs import Shares
-from meshpar.parallel.pipeline.conditional import run_if, taken_scope
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.layers import StageLayers, zeros_for_sums
 from meshpar.parallel.pipeline.model import Stages, Totals
@@ -32,6 +31,7 @@ from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.parallel.pipeline.schedule_table import KINDS, Pattern, ScheduleTable, TableRow, tick_table
 from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.precision import wide
+from meshpar.parallel.scopes import run_if, taken
 from meshpar.parallel.trainable import as_in, filled
 from meshpar.parallel.xla import in_order
 
@@ -233,7 +233,7 @@ class _Stage:
         nothing = [[] for _ in self.stacks]
         out, _, _, shares = self._if("F", row, self._forward, (self.x, nothing[1:], nothing, shares), inbox)
         ended = (row.kind == KINDS["F"]) & (row.last == 1)
-        sums = run_if(ended, add_loss, sums, out, row, taken=(self.num_microbatches, self.ticks.num_ticks))
+        sums = run_if(ended, add_loss, sums, out, row, times=(self.num_microbatches, self.ticks.num_ticks))
         return (self._send(inbox, out, row, in_order(pattern, sums)), sums, shares), None
 
     def _send(self, inbox: Any, out: Any, row: TableRow, pattern: jax.Array) -> Any:
@@ -254,7 +254,7 @@ class _Stage:
 
         if self.ticks.num_rounds:
             branches = [partial(send, rounds) for rounds in self.ticks.patterns]
-            with taken_scope(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
+            with taken(*self.ticks.pattern_counts, of=self.ticks.num_ticks):
                 messages = lax.switch(pattern, branches, out)
             for round_, message in enumerate(messages):
                 inbox = stored(inbox, message, row.received[round_])
@@ -262,12 +262,12 @@ class _Stage:
 
     def _if(self, kind: str, row: TableRow, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """Runs `change` if the row is of this kind. Every stage has equally many operations of a kind."""
-        taken = (self.at_ends[1], self.ticks.num_ticks)
-        return run_if(row.kind == KINDS[kind], change, changed, *args, row, taken=taken)
+        times = (self.at_ends[1], self.ticks.num_ticks)
+        return run_if(row.kind == KINDS[kind], change, changed, *args, row, times=times)
 
     def _if_end(self, is_end: jax.Array, change: Callable[..., Any], changed: Any, *args: Any) -> Any:
         """Runs `change` on the stage that has an end of the model."""
-        return run_if(is_end == 1, change, changed, *args, taken=self.at_ends, stages=self.num_stages)
+        return run_if(is_end == 1, change, changed, *args, times=self.at_ends, stages=self.num_stages)
 
     # The three operations. Each returns its first argument, changed ------------------------------------------------
 
@@ -283,7 +283,7 @@ class _Stage:
             sums = _added(sums, shares)
             return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
 
-        with taken_scope(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
+        with taken(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
             x = lax.cond(row.first == 1, embed, lambda: _at(inbox, row.inbox))
         entered, filled_slots = [], []
         for number, (stack, slots) in enumerate(zip(self.stacks, residuals, strict=True)):

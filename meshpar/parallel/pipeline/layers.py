@@ -13,12 +13,12 @@ from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local import varying, varying_like, zeros_of
 from meshpar.parallel.outputs import Shares
-from meshpar.parallel.pipeline.conditional import run_if
 from meshpar.parallel.pipeline.exchange import Exchange
 from meshpar.parallel.pipeline.model import LayerStack
 from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.pipeline.split import Avals, Split, split
 from meshpar.parallel.precision import summed_in
+from meshpar.parallel.scopes import run_if
 from meshpar.parallel.trainable import filled, frozen_in
 from meshpar.parallel.xla import run_in_order
 
@@ -59,7 +59,7 @@ class StageLayers:
         has_own = bool(ctx.axes("layers")) and is_stored
         self.rows = jnp.arange(self.indices.size, dtype=jnp.int32) if has_own else self.indices
         of_this = int((cut.layers >= 0).sum())
-        self.taken = (of_this, cut.layers.size) if has_others else (1, 1)
+        self.times = (of_this, cut.layers.size) if has_others else (1, 1)
         # [chunk]: whether it has the first layer of the stack.
         self.starts = jnp.asarray((cut.layers[..., 0] == 0).astype("int32"))[self.stage]
 
@@ -112,7 +112,7 @@ class StageLayers:
 
             if self.cut.is_even:
                 return run(carry), None
-            return run_if(self.indices[at] >= 0, run, carry, taken=self.taken), None
+            return run_if(self.indices[at] >= 0, run, carry, times=self.times), None
 
         def run_all(carry: Any) -> Any:
             indices = jnp.arange(self.cut.longest, dtype=jnp.int32)
