@@ -1,37 +1,20 @@
-"""Explains, inspects and trains a run. `explain` and `inspect` are the first steps of `fit`."""
+"""Explains, inspects and trains. `explain` and `inspect` are the first steps of `fit`."""
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import jax
 from jax.stages import Compiled
 
-from meshpar.checkpoint.agree import check_same
-from meshpar.checkpoint.checkpoints import CheckpointMetadata, checkpoints
-from meshpar.checkpoint.lock import hold
-from meshpar.checkpoint.mirror import Mirror, mirrored
-from meshpar.checkpoint.saved import FOLDER, find, steps
-from meshpar.data import Ids
-from meshpar.data.order import Order
-from meshpar.data.rows.config import RowData
-from meshpar.errors import ConfigError, ContractWarning, ProgramError
 from meshpar.experiment.arrays import Data
 from meshpar.experiment.config import Run, as_run
 from meshpar.experiment.fit_model import fit_model
-from meshpar.experiment.held_out import check_short_batch, measure_of
-from meshpar.experiment.mfu import mfu_of
-from meshpar.experiment.prepare import Prepared, prepare
-from meshpar.experiment.rollouts import of_prompts, rollouts_of
-from meshpar.experiment.start import beginning_of, keep_files_of_source, newest_described, order_of
+from meshpar.experiment.fit_run import fit_run
+from meshpar.experiment.prepare import prepare
 from meshpar.inspection.findings.find import THRESHOLD_BYTES
 from meshpar.inspection.findings.planned import Planned
 from meshpar.inspection.fit import FitReport, compile_for, judge
@@ -39,28 +22,9 @@ from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.inspect import inspect as inspect_program
 from meshpar.inspection.report.report import Report, report
 from meshpar.mesh import compilation_cache, process, targets
-from meshpar.mesh.cursor import of_process as cursor_of
-from meshpar.mesh.join import check_joined
-from meshpar.optim.ema import averaged
-from meshpar.parallel.batch import TEACHER
-from meshpar.progress import busy, say
-from meshpar.records.file import FILE
-from meshpar.records.metrics import recorder
-from meshpar.regular_files import remote
 from meshpar.sharding.resolve import AnyMesh
-from meshpar.train import announce
-from meshpar.train.begin import Beginning
-from meshpar.train.copies.copies import Copies, opened
-from meshpar.train.evaluate import LazyEvaluation
-from meshpar.train.loop.events import events_of
-from meshpar.train.loop.loop import Loop, Shown, Steps, result
-from meshpar.train.loop.signals import Signals
-from meshpar.train.loss import Distill
+from meshpar.train.loop.loop import Steps
 from meshpar.train.state import TrainState
-from meshpar.train.step import Step
-
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
-"""Environment variables that may change the collectives of XLA or NCCL. All processes must have the same values."""
 
 
 def explain(
@@ -287,145 +251,4 @@ def fit(*subject: Any, **options: Any) -> TrainState | Steps:
     is_model = subject and not isinstance(subject[0], (Run, Path, str))
     if is_model and (len(subject) > 1 or options):
         return fit_model(*subject, **options)
-    return _fit_run(*subject, **options)
-
-
-def _fit_run(
-    run: Run | Path | str,
-    *,
-    json: bool = False,
-    profile: Path | str | None = None,
-    dump_hlo: Path | str | None = None,
-    callbacks: Sequence[Any] = (),
-    signals: bool = False,
-    steps: bool = False,
-) -> TrainState | Steps:
-    check_joined()
-    run = as_run(run)
-    callbacks = (*(callback.load() for callback in run.callbacks), *callbacks)
-    events_of(callbacks, evaluates=True)
-    trained = partial(_trained, run, json, _path(profile), _path(dump_hlo), callbacks, signals, steps)
-    return Steps(trained) if steps else result(trained())
-
-
-def _path(path: Path | str | None) -> Path | None:
-    if path is not None and (problem := remote(path)):
-        raise ConfigError("; ".join(problem))
-    return None if path is None else Path(path)
-
-
-def _trained(
-    run: Run, json: bool, profile: Path | None, dump_hlo: Path | None, callbacks: Sequence[Any], signals: bool,
-    shows: bool,
-) -> Shown:  # fmt: skip
-    received = Signals()
-    with received.listening() if signals else nullcontext():
-        prepared = prepare(run)
-        about = replace(prepared.about, files=run.data.fingerprint())
-        _check_same(about)
-        with hold(run.run_dir), mirrored(run.checkpoints.mirror, run.run_dir) as mirror:
-            check_same({"checkpoints": steps(run.run_dir / FOLDER)})
-            return (yield from _steps(prepared, about, json, profile, dump_hlo, callbacks, received, shows, mirror))
-
-
-def _check_same(about: CheckpointMetadata) -> None:
-    """Refuses processes with other configs, data files, versions or flags, before anything is written."""
-    versions = {package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    flags = {name: os.environ.get(name) for name in FLAGS}
-    check_same({"config": about.config, "data files": about.files, "versions": versions, "flags": flags})
-
-
-def _steps(
-    prepared: Prepared, about: CheckpointMetadata, json: bool, profile: Path | None, dump_hlo: Path | None,
-    callbacks: Sequence[Any], signals: Signals, shows: bool, mirror: Mirror,
-) -> Shown:  # fmt: skip
-    run = prepared.run
-    prints = not json and jax.process_index() == 0
-    saving = checkpoints(run.run_dir / FOLDER, run.checkpoints, about, mirror.push)
-    recording = recorder(run.run_dir, run.num_steps, json, run.loggers)
-    order = order_of(run, newest_described(run.run_dir / FOLDER))
-    with recording as records, saving as saved, _copies(prepared, about, order) as copies:
-        beginning = beginning_of(prepared, saved, copies)
-        keep_files_of_source(run)
-        if isinstance(beginning, Beginning) and beginning.is_resumed(saved.directory):
-            order = order_of(run, beginning.source)
-        saved.about = replace(about, first_row=order.first, order=order.as_json())
-        if prints:
-            say(announce.start(prepared))
-        train_data, held_out = run.data.datasets(run.seed, prepared.bounds)
-        train_data, held_out = of_prompts(train_data.in_order(order), run.loss), of_prompts(held_out, run.loss)
-        rollouts = rollouts_of(prepared, train_data)
-        cursor = cursor_of(run.run_dir)
-        cursor.at(0, "compiles")
-        with busy("compiling the step") if prints else nullcontext():
-            step = prepared.compile_step()
-        evaluate = prepared.lazy_evaluation()
-        check_short_batch(run, held_out, evaluate)
-        if dump_hlo:
-            dump_hlo.write_text(step.text)
-        if jax.process_count() > 1:
-            check_same({"program": step.fingerprint})
-        if run.contract:
-            prepared.inspect(step)
-        checks = partial(_check_programs, prepared, step, evaluate)
-        if prepared.taught_by and run.distill:
-            step = _with_teacher(step, prepared.taught_by, run.distill)
-        state = beginning.state() if beginning else prepared.compile_init()()
-        first = int(state.step)
-        restored = beginning.record() if beginning else {}
-        for folder, why in saved.damaged.items():
-            records.record("damaged", first, folder=str(folder), why=why)
-        if beginning:
-            records.record("restored", first, **restored)
-        loop = Loop(
-            step, evaluate, train_data, held_out, records, saved, run.model_dump(mode="json"), run.num_steps,
-            run.log_every, run.eval_every, mfu_of(prepared), profile,
-            run.early_stopping, callbacks, run.max_skipped_steps, run.check_replicas_every,
-            announce.source(run.data), signals, cursor, copies=copies, measure=measure_of(prepared), after_first=checks,
-            rows=run.data.batch_size if isinstance(run.data, RowData) else None, rollouts=rollouts,
-        )  # fmt: skip
-        state = yield from loop.steps(state, shows)
-    end = int(state.step)
-    if end == first and jax.process_index() == 0:
-        say(announce.nothing(run.run_dir, end, restored.get("changed", {})))
-    elif prints:
-        generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
-        say(announce.end(run.run_dir, end, generates))
-    return state
-
-
-def _with_teacher(step: Step, teacher: Prepared, distill: Distill) -> Step:
-    """Gives a step the teacher's parameters, and reads nothing else from the teacher's checkpoint."""
-    include = ["opt_state.ema.**"] if teacher.run.optim.ema else ["params.**"]
-    state = find(distill.teacher, include).restore(teacher.placement.structs, include)
-
-    def put(x: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.device_put(x.astype(struct.dtype), struct.sharding)
-
-    return replace(step, given={TEACHER: jax.tree.map(put, averaged(state), step.given[TEACHER])})
-
-
-def _copies(
-    prepared: Prepared, about: CheckpointMetadata, order: Order
-) -> AbstractContextManager[Copies | None]:  # fmt: skip
-    """The copies of the state in the memory of the hosts, if the run makes any."""
-    run = prepared.run
-    if run.checkpoints.memory_every is None:
-        return nullcontext()
-    fixed = {"config": about.config, "data files": about.files, "order": order.as_json()}
-    return opened(run.run_dir, run.run_dir / FILE, prepared.placement.structs, fixed)
-
-
-def _check_programs(prepared: Prepared, step: Step, evaluate: LazyEvaluation) -> None:
-    """Traces the evaluation, which the end of the run needs, and compares the step with its trace.
-
-    Without a contract, a program that cannot be read only causes a warning.
-    """
-    _ = evaluate.traced
-    if prepared.run.contract:
-        return
-    try:
-        prepared.compare(step)
-    except ProgramError as error:
-        message = f"the compiled step could not be compared with the traced step: {error}"
-        warnings.warn(message, ContractWarning, stacklevel=2)
+    return fit_run(*subject, **options)

@@ -98,8 +98,9 @@ def fit_model(
         ):
             step, state = _begun(made, saved, records, config, run_dir)
             loop = Loop(
-                step, made.lazy_evaluation(), reads, evaluated, records, saved, config, num_steps, log_every,
-                eval_every, signals=received, rows=size, **settings,
+                step=step, evaluate=made.lazy_evaluation(), train=reads, held_out=evaluated, recorder=records,
+                checkpoints=saved, config=config, num_steps=num_steps, log_every=log_every, eval_every=eval_every,
+                signals=received, rows=size, **settings,
             )  # fmt: skip
             first = int(state.step)
             state = yield from loop.steps(state, steps)

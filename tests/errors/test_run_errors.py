@@ -125,7 +125,7 @@ def test_processes_that_a_launcher_started_and_nobody_joined_are_refused(train, 
 def test_control_one_process_of_a_launcher_trains(train, monkeypatch, environment):
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("meshpar.experiment.actions.result", lambda steps: None)
+    monkeypatch.setattr("meshpar.experiment.fit_run.result", lambda steps: None)
     assert train().code == 0
 
 

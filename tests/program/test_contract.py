@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.errors import ConfigError, ContractError, ContractWarning, ProgramError
-from meshpar.experiment.actions import _check_programs
+from meshpar.experiment.fit_run import _check_programs
 from meshpar.inspection.contract import Allowed, Contract
 from meshpar.inspection.inspect import Inspection, inspect
 from meshpar.parallel import tensor

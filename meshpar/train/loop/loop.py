@@ -82,7 +82,7 @@ class Rollouts(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Loop:
     """Trains, evaluates, logs and saves at given intervals.
 
