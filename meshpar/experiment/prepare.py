@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.extend.core import ClosedJaxpr
 
 from meshpar.checkpoint.checkpoints import CheckpointMetadata
@@ -22,7 +21,7 @@ from meshpar.cost.memory import ModelStates, model_states
 from meshpar.cost.traced import Collective, Traffic, gathers, traced_collectives, traffic
 from meshpar.errors import ConfigError, ContractError, ContractWarning, MeshparError, Problems
 from meshpar.experiment.config import Run
-from meshpar.experiment.validate import check, task_of
+from meshpar.experiment.validate import check, options_of, task_of
 from meshpar.inspection import inspect as inspection
 from meshpar.inspection.contract import beyond
 from meshpar.inspection.findings.planned import planned_by
@@ -31,26 +30,21 @@ from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.interop.kinds import kinds_of
 from meshpar.models.contract import ModelProgram, Vocabulary
-from meshpar.nn.lora import is_lora
 from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.nn.supported import check_supported
 from meshpar.optim.base import Matrix
-from meshpar.optim.freeze import Freeze, for_good, frozen_until, thawing
-from meshpar.optim.frozen_layers import LAYERS, check_frozen_rows, frozen_rows, on_trained_rows
-from meshpar.optim.wrapped import Wrapping
+from meshpar.optim.freeze import for_good
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
-from meshpar.parallel.trainable import without
 from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES
-from meshpar.train.gradients import STALE
 from meshpar.train.grpo import GRPO
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Distill
 from meshpar.train.preferences import REFERENCE, OfAnswers
-from meshpar.train.step import Step, Update
+from meshpar.train.step import Step
 from meshpar.train.teacher import Teacher, unstaged
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths, human_bytes
@@ -136,9 +130,7 @@ class Prepared(Training):
         """Whether a traced step of the manual lowering contains everything that a device sends."""
         if not self.run.optim.elementwise or self.run.prune:
             return False
-        if self.pipeline and self.pipeline.schedule.is_stale and self.rules.zero_stage == 1:
-            return False
-        if self.teacher and not self.teacher.is_aligned:
+        if not all(one.is_countable(self.ctx) for one in self.strategies):
             return False
         problems = Problems()
         check_supported(self.run.model.sharding, replace(self.ctx, manual=True), problems)
@@ -176,7 +168,7 @@ class Prepared(Training):
         """The model that a loss of preferences compares with, as text; None for other losses."""
         if not isinstance(self.run.loss, OfAnswers) or not self.run.loss.has_reference:
             return None
-        if REFERENCE not in self.carried:
+        if REFERENCE not in self.placement.carried:
             return "the reference is the model without its LoRA: no second copy"
         placed = jax.tree.leaves(self.placement.carried[REFERENCE])
         size = human_bytes(sum(math.prod(p.local_shape) * p.spec.dtype.itemsize for p in placed))
@@ -295,35 +287,14 @@ def prepare(run: Run, mesh: AnyMesh | None = None) -> Prepared:
 
 def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     model = run.model.program(replace(task_of(run), mesh=mesh))
-    dtype = np.dtype(run.precision.params)
     state_paths = model.state.paths if model.state else ()
-    specs = stored_in(model.specs, dtype, state_paths)
-    freeze = run.freeze
-    if run.lora:
-        freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
-    if quantized := tuple(path for path in flatten_with_paths(specs) if is_quantized(path)):
-        freeze += (Freeze(paths=quantized),)
-    if state_paths:
-        freeze += (Freeze(paths=state_paths),)
-    frozen = frozen_until(freeze, specs, run.num_steps) if freeze else None
-    if model.has_reference:
-        model = replace(model, carried={REFERENCE: specs})
-    precision = run.precision
-    wrapping = Wrapping(
-        prune=run.prune, ema=run.optim.ema, master_dtype=precision.master, rounding=precision.rounding,
-        compute_dtype=precision.compute, seed=run.seed,
-    )  # fmt: skip
+    specs = stored_in(model.specs, np.dtype(run.precision.params), state_paths)
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
+    options = options_of(run)
+    quantized = tuple(path for path in flatten_with_paths(specs) if is_quantized(path))
+    frozen, rows = options.frozen(specs, quantized + state_paths), options.frozen_rows(specs, ctx)
     by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)
     kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
-    if run.parallel.pipeline and run.parallel.pipeline.is_stale:
-        init = model.init
-        model = replace(model, carried={STALE: specs}, init_carried=lambda key: {STALE: init(key)})
-    rows = frozen_rows(run.freeze, specs)
-    check_frozen_rows(rows, ctx.stage_axes or ctx.axes(LAYERS), run.prune is not None)
-    tx = _optimizer(run, specs, frozen, rows, wrapping, kinds)
-    taught_by = _teacher(run, run.distill, mesh) if run.distill else None
-    local = run.parallel.local
     prepared = Prepared(
         run=run,
         specs=specs,
@@ -337,14 +308,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         is_of_whole_arrays=model.is_of_whole_arrays,
         frozen=frozen,
         frozen_rows=rows,
-        update=Update(
-            tx,
-            run.optim.clip_norm,
-            run.optim.learning_rate(run.num_steps),
-            wrapping.dtype,
-            model.state,
-            is_elementwise=run.optim.elementwise and wrapping.is_elementwise,
-        ),
+        update=options.update(specs, frozen, rows, kinds, model.state),
         batch_specs=_arrays(run),
         of_rows=model.of_rows,
         bounds=model.bounds,
@@ -352,18 +316,12 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         ctx=ctx,
         seed=run.seed,
         is_offloaded=run.offload.optimizer == "host",
-        taught_by=taught_by,
-        rounds=local.rounds(run.num_steps, run.optim.learning_rate(run.num_steps)) if local else None,
+        rounds=options.rounds(ctx),
+        added=model.added,
         kinds=kinds,
-    )
-    if ctx.schedule and prepared.is_of_whole_arrays:
-        prepared = prepared.with_named_layers()
-        if ctx.schedule.is_stale:
-            prepared = replace(prepared, carried={STALE: prepared.specs})
-        assert prepared.pipeline
-        prepared.pipeline.plan(ctx)  # raises an error if the loss cannot be cut into its stages
+    ).in_stages()
     prepared.check_context()
-    return replace(prepared, teacher=_teaching(taught_by, prepared)) if taught_by else prepared
+    return prepared if run.distill is None else _taught(prepared, run.distill)
 
 
 def _arrays(run: Run) -> dict[str, ArraySpec]:
@@ -385,21 +343,6 @@ def _by_use(run: Run, model: ModelProgram) -> Any:
 def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
     """The head of a model is a table too, which its names say, but its use does not."""
     return replace(by_use, is_table=by_use.is_table or by_name.is_table)
-
-
-def _optimizer(
-    run: Run, specs: Any, frozen: Any, rows: Any, wrapping: Wrapping, kinds: Any
-) -> optax.GradientTransformation:
-    """The optimizer of all parameters that are not frozen for good.
-
-    Args:
-      rows: see `frozen_rows`.
-      kinds: see `Prepared`.
-    """
-    never = for_good(frozen)
-    trained = without(kinds, never)
-    tx = on_trained_rows(run.optim.build(run.num_steps, trained, thawing(frozen)), rows)
-    return wrapping.of(tx, without(specs, never), trained)
 
 
 def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
@@ -436,12 +379,14 @@ def _vocabulary(run: Run) -> Vocabulary:
     return found
 
 
-def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
+def _taught(student: Prepared, distill: Distill) -> Prepared:
+    """The same run, with its teacher in the step."""
+    taught_by = _teacher(student.run, distill, student.mesh)
     model = taught_by.run.model.generation()
     assert model, "a teacher is a decoder"
     forward = model.program(task_of(taught_by.run)).forward
     assert forward is not None, "a decoder has a forward"
-    return Teacher(
+    teacher = Teacher(
         apply=forward,
         specs=taught_by.specs,
         rules=taught_by.rules,
@@ -450,3 +395,4 @@ def _teaching(taught_by: Prepared, student: Prepared) -> Teacher:
         vocab=model.padded_vocab,
         hidden_size=model.hidden_size,
     )
+    return replace(student, taught_by=taught_by, added=(*student.added, teacher))

@@ -13,8 +13,10 @@ from meshpar.data.rows.config import RowData
 from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.experiment.config import Run
 from meshpar.interop.flax_model import Import
+from meshpar.interop.options import Options
 from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
+from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.checks import (
     MATMUL,
     check_float64,
@@ -43,25 +45,21 @@ def _experts(run: Run) -> Experts | None:
     return getattr(run.model, "experts", None)
 
 
-FEATURES: Mapping[str, Callable[[Run], bool]] = {
+OF_MODEL: Mapping[str, Callable[[Run], bool]] = {
     "loss": lambda run: (
         not isinstance(run.loss, LossConfig) or run.loss.model_copy(update={"chunk": "auto"}) != LossConfig()
     ),
     "distill": lambda run: run.distill is not None,
-    "freeze": lambda run: bool(run.freeze),
-    "lora": lambda run: run.lora is not None,
-    "prune": lambda run: run.prune is not None,
     "model.experts.every": lambda run: getattr(_experts(run), "every", 1) > 1,
     "model.experts.first_dense": lambda run: getattr(_experts(run), "first_dense", 0) > 0,
     "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
-    "parallel.pipeline": lambda run: run.parallel.pipeline is not None,
-    "parallel.local": lambda run: run.parallel.local is not None,
-    "parallel.gradient_reduction": lambda run: run.parallel.gradient_reduction is not None,
-    "parallel.tensor.overlap": lambda run: run.parallel.tensor.overlap != "none",
-    "parallel.fsdp.overlap": lambda run: run.parallel.fsdp.in_chunks,
-    "precision.matmul": lambda run: run.precision.matmul is not None,
 }
-"""Key -> whether a run uses this feature. Some of these features cannot be combined, see `parallel.combinations`."""
+"""Key -> whether a run uses this feature, which `Options` does not know."""
+
+
+def features(run: Run, ctx: ParallelContext) -> list[str]:
+    """The keys of the features in use. Some of them cannot be combined, see `parallel.combinations`."""
+    return [key for key, uses in OF_MODEL.items() if uses(run)] + options_of(run).features(ctx)
 
 
 def check(run: Run, mesh: AnyMesh) -> None:
@@ -92,7 +90,7 @@ def check(run: Run, mesh: AnyMesh) -> None:
     _check_keep_best(run, problems)
     if run.prune:
         run.prune.check(run.num_steps, run.optim.ema, problems)
-    check_combinations([key for key, uses in FEATURES.items() if uses(run)], problems)
+    check_combinations(features(run, run.context(mesh)), problems)
     run.optim.schedule.check(run.num_steps, problems)
     if problems.found and run.rules.table and (specs := run.model.array_specs()):
         _check_arrays(run, specs, mesh, problems)
@@ -108,6 +106,19 @@ def task_of(run: Run) -> Task:
         loss=loss, named=named, answers=answers, rules=run.rules, seed=run.seed, adapter=run.lora,
         seq_len=run.data.seq_len, vocab_size=run.data.vocab_size, distill=run.distill,
         has_documents=run.data.documents_in_row == "separate", arrays=run.data.array_specs(),
+    )  # fmt: skip
+
+
+def options_of(run: Run) -> Options:
+    """What the run sets besides its model, as the arguments of `meshpar.training` do."""
+    precision = run.precision
+    wrapping = Wrapping(
+        prune=run.prune, ema=run.optim.ema, master_dtype=precision.master, rounding=precision.rounding,
+        compute_dtype=precision.compute, seed=run.seed,
+    )  # fmt: skip
+    return Options(
+        tx=run.optim, num_steps=run.num_steps, lora=run.lora, freeze=run.freeze, clip_norm=run.optim.clip_norm,
+        params_dtype=precision.params, wrapping=wrapping,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The options of `meshpar.training` besides the model: optimizer, LoRA, freezing, pruning and dtypes."""
+"""The options of a training besides the model: optimizer, LoRA, freezing, pruning and dtypes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
-from meshpar.train.step import Update
+from meshpar.train.step import StateParams, Update
 from meshpar.tree import flatten_with_paths
 
 Rounding = Literal["nearest", "stochastic"]
@@ -71,13 +71,18 @@ class Options:
         if self.lora and is_local:
             what = "a loss for local shards gets its shards of a kernel, to which it adds its own updates"
             problems.add("lora", what, "manual=False, or no lora")
+        check_combinations(self.features(ctx), problems)
+
+    def features(self, ctx: ParallelContext) -> list[str]:
+        """The keys of the features in use, which some others exclude; see `parallel.combinations`."""
         used = {
-            "lora": self.lora, "prune": prune, "parallel.local": local, "freeze": self.freeze,
-            "precision.matmul": ctx.number_format, "parallel.pipeline": ctx.parallel.pipeline,
+            "freeze": self.freeze, "lora": self.lora, "prune": self.wrapping.prune,
+            "parallel.pipeline": ctx.parallel.pipeline, "parallel.local": ctx.parallel.local,
+            "parallel.gradient_reduction": ctx.parallel.gradient_reduction,
             "parallel.tensor.overlap": ctx.parallel.tensor.overlap != "none",
-            "parallel.fsdp.overlap": ctx.parallel.fsdp.in_chunks,
+            "parallel.fsdp.overlap": ctx.parallel.fsdp.in_chunks, "precision.matmul": ctx.number_format,
         }  # fmt: skip
-        check_combinations([key for key, value in used.items() if value], problems)
+        return [key for key, value in used.items() if value]
 
     def _check_num_steps(self, ctx: ParallelContext, problems: Problems) -> None:
         local = ctx.parallel.local
@@ -113,11 +118,17 @@ class Options:
         if self.wrapping.master_dtype:
             problems.add("rounding", "stochastic replaces the master copy", "set only one of the two")
 
-    def frozen(self, specs: Any) -> Any:
-        """For how many steps each parameter is frozen; None if none is. With LoRA, only its matrices are trained."""
+    def frozen(self, specs: Any, constant: tuple[str, ...] = ()) -> Any:
+        """For how many steps each parameter is frozen; None if none is. With LoRA, only its matrices are trained.
+
+        Args:
+          constant: paths of parameters that no gradient changes, such as those of quantized kernels.
+        """
         freeze = self.freeze
         if self.lora:
             freeze += (Freeze(paths=tuple(path for path in flatten_with_paths(specs) if not is_lora(path))),)
+        if constant:
+            freeze += (Freeze(paths=constant),)
         return frozen_until(freeze, specs, self.num_steps or sys.maxsize) if freeze else None
 
     def frozen_rows(self, specs: Any, ctx: ParallelContext) -> Any:
@@ -126,13 +137,14 @@ class Options:
         check_frozen_rows(rows, ctx.stage_axes or ctx.axes(LAYERS), self.wrapping.prune is not None)
         return rows
 
-    def update(self, specs: Any, frozen: Any, rows: Any, kinds: Any) -> Update:
+    def update(self, specs: Any, frozen: Any, rows: Any, kinds: Any, state_params: StateParams | None = None) -> Update:
         """The optimizer of the parameters that are not frozen for good.
 
         Args:
           specs: tree of `ArraySpec`.
           rows: see `frozen_rows`.
           kinds: the same of `Matrix`; None if nothing needs it.
+          state_params: see `Update`.
         """
         never = for_good(frozen)
         trained = kinds and without(kinds, never)
@@ -146,7 +158,7 @@ class Options:
             structs = jax.tree.map(lambda spec: spec.struct, without(specs, never))
             is_elementwise = self.wrapping.is_elementwise and elementwise.is_elementwise(tx, structs)
         tx = self.wrapping.of(on_trained_rows(tx, rows), without(specs, never), trained)
-        return Update(tx, clip_norm, rate, self.wrapping.dtype, is_elementwise=is_elementwise)
+        return Update(tx, clip_norm, rate, self.wrapping.dtype, state_params, is_elementwise)
 
     def rounds(self, ctx: ParallelContext) -> Rounds | None:
         """When the rounds of local updates end; None without them."""

@@ -38,7 +38,6 @@ from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.batches import batch_specs
-from meshpar.train.gradients import STALE
 from meshpar.train.training import Training, step_key
 
 OF_A_LOSS = ("chunk", "label_smoothing", "z_loss")
@@ -243,13 +242,8 @@ def training(
         rounds=given.rounds(ctx),
         is_of_whole_arrays=not manual,
     )
-    made = made.with_named_layers()
-    if made.ctx.schedule and made.ctx.schedule.is_stale:
-        first = made.init
-        made = replace(made, carried={STALE: made.specs}, init_carried=lambda key: {STALE: first(key)})
+    made = made.in_stages()
     _ = made.placement
-    if made.pipeline:
-        made.pipeline.plan(made.ctx)  # raises an error if the loss cannot be cut into its stages
     made.check_context()
     return made
 
@@ -284,9 +278,6 @@ def _check_arguments(
     check_number_format(ctx, "your loss", is_local, problems)
     ctx = check_own_layers(ctx, "your model", is_local, problems)
     check_stages(ctx, is_local, problems)
-    if ctx.schedule and ctx.schedule.is_stale and carries:
-        what = "it carries the parameters before the last update, and the loss carries a state of its own"
-        problems.add("parallel.pipeline", what, "another kind, or no carried state")
     given.check(ctx, is_local, problems)
     check_strategies(ctx, problems)
     problems.found = [in_python(problem) for problem in problems.found]

@@ -28,6 +28,7 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.loss import Distill, Loss, LossConfig
 from meshpar.train.preferences import OfAnswers
 from meshpar.train.step import StateParams
+from meshpar.train.strategy import Strategy
 from meshpar.train.tasks import NamedLoss
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class ModelProgram:
       has_own_arrays: platform -> whether its steps are faster with arrays for each layer instead of stacks.
       of_rows: see `Training`.
       bounds: array of labels -> the number of classes.
-      has_reference: whether the loss needs the first parameters, in the carried state.
+      added: strategies of the loss, such as a copy of the first parameters.
       merged: the parameters with LoRA's -> those of the model alone by path, with each update added; None without LoRA.
     """
 
@@ -131,7 +132,7 @@ class ModelProgram:
     is_of_whole_arrays: bool = False
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     bounds: Mapping[str, int] = field(default_factory=dict)
-    has_reference: bool = False
+    added: tuple[Strategy, ...] = ()
     merged: Callable[[Any], Mapping[str, jax.Array]] | None = None
 
 

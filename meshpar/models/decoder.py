@@ -26,7 +26,7 @@ from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import next_token_loss
-from meshpar.train.preferences import carried_reference
+from meshpar.train.preferences import Copy, carried_reference
 from meshpar.tree import flatten_with_paths
 
 MATMUL = {
@@ -61,11 +61,11 @@ class DecoderModel(Decoder, ModelContract):
         abstract = nnx.merge(graphs[0], structs)
         forward = functional(abstract, "forward")
         specs = describe(abstract)
-        copies_reference = False
+        added = ()
         if answers := task.answers:
             reference = None
             if answers.has_reference:
-                copies_reference = not task.adapter
+                added = () if task.adapter else (Copy(),)
                 dims = jax.tree.map(lambda spec: spec.dims, specs)
                 reference = without_lora if task.adapter else carried_reference(dims)
             of_step, of_evaluation = (
@@ -84,7 +84,7 @@ class DecoderModel(Decoder, ModelContract):
             uses_rng=self.dropout > 0,
             state=RouterState(self.experts) if self.experts else None,
             has_own_arrays=self.has_own_arrays,
-            has_reference=copies_reference,
+            added=added,
             merged=partial(self._merged, task.adapter) if task.adapter else None,
         )
 

@@ -1,10 +1,11 @@
-"""Places the error feedback of a gradient reduction, which is stored and checkpointed as carried state."""
+"""The error feedback of a gradient reduction, which is stored and checkpointed as carried state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from meshpar.collectives.reduction import Reduce
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.sharding.spec import ArraySpec
+from meshpar.train.state import StatePlacement
+from meshpar.train.strategy import Strategy
 
 REDUCE = "reduce"
 """The key of error feedback in `TrainState.carried`."""
@@ -25,16 +28,29 @@ ONE = "one"
 """The name of every dim of error feedback that has another shape than its gradient."""
 
 
-def place_error_feedback(sharded: Any, ctx: ParallelContext) -> dict[str, Any]:
-    """Placements of the reduction's carried state: {reduce: {name: tree of `Placement`}}, or {} without any.
+@dataclass(frozen=True)
+class ErrorFeedback(Strategy):
+    """What the reduction of gradients carries: {name: tree like the gradients}, see `Reduce.state`.
 
     Args:
-      sharded: tree of `Placement`, of the gradients.
+      reduction: of the gradients.
+      ctx: of a slice, where slices train alone.
     """
-    if ctx.gradient_reduction is None:
-        return {}
-    trees = place_state(sharded, ctx.gradient_reduction, lambda p: sum(ctx.copy_axes(p.spec.dims), ()))
-    return {REDUCE: trees} if any(map(jax.tree.leaves, trees.values())) else {}
+
+    reduction: Reduce
+    ctx: ParallelContext
+    key: ClassVar[str] = REDUCE
+
+    @classmethod
+    def of(cls, ctx: ParallelContext) -> Self | None:
+        return cls(ctx.gradient_reduction, ctx.in_slice) if ctx.gradient_reduction else None
+
+    def placed(self, placement: StatePlacement) -> Any:
+        trees = place_state(placement.trained, self.reduction, lambda p: sum(self.ctx.copy_axes(p.spec.dims), ()))
+        return trees if any(map(jax.tree.leaves, trees.values())) else {}
+
+    def initial(self, params: Any, placed: Any) -> Any:
+        return zeros(placed)
 
 
 def place_state(summed: Any, reduction: Reduce, axes_of: Callable[[Placement], tuple[str, ...]]) -> dict[str, Any]:
@@ -53,14 +69,6 @@ def place_state(summed: Any, reduction: Reduce, axes_of: Callable[[Placement], t
 def zeros(placements: Any) -> Any:
     """The error feedback before the first step."""
     return jax.tree.map(lambda p: jnp.zeros(p.spec.shape, p.spec.dtype), placements)
-
-
-def of_loss(carried: Any) -> Any:
-    """The carried state of the loss: without error feedback, and without the arrays of slices."""
-    if REDUCE not in carried and SLICES not in carried:
-        return carried
-    kept = {key: value for key, value in carried.items() if key not in (REDUCE, SLICES)}
-    return type(carried)(kept)  # an NNX state stays one
 
 
 def _place(gradient: Placement, name: str, reduction: Reduce, axes: tuple[str, ...]) -> Placement | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,6 @@ from meshpar.optim.ema import averaged
 from meshpar.parallel import data
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.error_feedback import of_loss
 from meshpar.train.gradients import Objective
 from meshpar.train.loss import Batch, LossSums
 from meshpar.train.program import (
@@ -33,6 +32,7 @@ from meshpar.train.program import (
     with_rows,
 )  # fmt: skip
 from meshpar.train.state import StatePlacement, TrainState, on_device
+from meshpar.train.strategy import of_loss
 from meshpar.tree import path_name
 
 Evaluation = Callable[[Any, Batch, Any], dict[str, jax.Array]]
@@ -111,9 +111,10 @@ def trace_evaluation(
 
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         entered = data.gather_params(params, dims)
+        carried = of_loss(carried, objective.unseen)
         if objective.pipeline:
-            return data.summed(LossSums(*objective.pipeline.evaluation(entered, batch, of_loss(carried))).sums)
-        return data.summed(objective.loss(entered, batch, None, of_loss(carried)).sums)
+            return data.summed(LossSums(*objective.pipeline.evaluation(entered, batch, carried)).sums)
+        return data.summed(objective.loss(entered, batch, None, carried).sums)
 
     in_specs = (pspecs(placement.params), batch_pspecs(ctx, batch), pspecs(placement.carried))
     sums = on_shards(local, ctx, in_specs, WHOLE)
@@ -133,11 +134,16 @@ def trace_row_results(
     ctx: ParallelContext,
     placement: StatePlacement,
     batch: dict[str, ArraySpec],
+    unseen: Collection[str],
 ) -> jax.stages.Traced:
-    """Traces (params, batch, carried) -> the results of all rows, whole on every device. GSPMD partitions it."""
+    """Traces (params, batch, carried) -> the results of all rows, whole on every device. GSPMD partitions it.
+
+    Args:
+      unseen: see `Objective`.
+    """
 
     def local(params: Any, batch: Batch, carried: Any) -> dict[str, jax.Array]:
-        return of_rows(params, batch, None, of_loss(carried))
+        return of_rows(params, batch, None, of_loss(carried, unseen))
 
     found = on_shards(local, ctx, None, WHOLE)
 

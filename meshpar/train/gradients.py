@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -21,10 +21,11 @@ from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, variables, wide, with_variables
 from meshpar.parallel.trainable import filled, without
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.error_feedback import REDUCE, of_loss
+from meshpar.train.error_feedback import REDUCE
 from meshpar.train.loss import Loss, LossSums, check_names
 from meshpar.train.program import WHOLE, batch_pspecs, on_shards, pspecs
 from meshpar.train.state import StatePlacement
+from meshpar.train.strategy import of_loss
 from meshpar.tree import map_with_path
 
 
@@ -38,6 +39,7 @@ class Objective:
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
       frozen_rows: which layers of stacks are frozen, see `frozen_layers`; None if none is.
       pipeline: computes `loss` in stages under the manual lowering; None without stages.
+      unseen: the keys of the carried state that only the step reads, see `Strategy`.
     """
 
     loss: Loss
@@ -45,6 +47,7 @@ class Objective:
     frozen: Any = None
     frozen_rows: Any = None
     pipeline: Pipeline | None = None
+    unseen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def local_gradients(
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
         def accumulated(params: Any) -> tuple[LossSums, Any]:
-            return _accumulate(objective, ctx, params, batch, step, of_loss(carried))
+            return _accumulate(objective, ctx, params, batch, step, of_loss(carried, objective.unseen))
 
         entered = data.gather_params(params, dims, trainable)
         sums, grads = accumulated(entered)
@@ -121,29 +124,13 @@ def local_gradients(
         loss, metrics, norm = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, norm))
         grads = jax.tree.map(lambda g: (wide(g) * (1 / divisor.astype(wide(g).dtype))).astype(g.dtype), grads)
         next_carried = sums.carried
+        if kept := {key: carried[key] for key in objective.unseen if key in carried}:
+            next_carried = next_carried | kept
         if error_feedback:
             next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}
         return Gradients(loss, count, norm, grads, metrics, next_carried)
 
     return local
-
-
-STALE = "stale"
-"""The key in the carried state of the parameters before the last update."""
-
-
-def stale(gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Computes gradients at the parameters before the last update, and carries the present ones to the next step.
-
-    Memory: the parameters once more, sharded as their gradients.
-    Source: Narayanan et al. 2021, arXiv:2006.09503.
-    """
-
-    def at_stale(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
-        found = gradients(carried[STALE], batch, step, carried)
-        return replace(found, carried=found.carried | {STALE: params})
-
-    return at_stale
 
 
 def _accumulate(

@@ -20,6 +20,8 @@ from meshpar.parallel import data, tensor
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.outputs import Outputs
 from meshpar.train.loss import Loss, LossSums
+from meshpar.train.state import StatePlacement
+from meshpar.train.strategy import Strategy
 
 REFERENCE = "reference"
 """The key in the carried state of the parameters with which a run began, where the loss compares with them."""
@@ -169,6 +171,22 @@ def of_answers(logits: jax.Array, batch: Batch, vocab_size: int) -> Answers:
     of = jnp.stack([is_target & (segments == one) for one in (CHOSEN, REJECTED)], axis=1)
     log_probs = -jnp.where(of, nll[:, None], jnp.zeros_like(nll)[:, None]).sum(-1)
     return Answers(log_probs, of.sum(-1).astype(nll.dtype))
+
+
+class Copy(Strategy):
+    """Carries the first parameters, which are the reference. They are stored as the parameters are, also under ZeRO-1.
+
+    Memory: the parameters once more.
+    """
+
+    key = REFERENCE
+    is_of_loss = True
+
+    def placed(self, placement: StatePlacement) -> Any:
+        return placement.params
+
+    def initial(self, params: Any, placed: Any) -> Any:
+        return params
 
 
 def carried_reference(dims: Any) -> Reference:

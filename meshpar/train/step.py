@@ -70,18 +70,22 @@ class Update:
     is_elementwise: bool = False
 
     def __call__(
-        self, state: TrainState, got: Gradients, sharded: Any, elsewhere: Callable[[Any], Gradients] | None = None
+        self,
+        state: TrainState,
+        computed: Gradients,
+        sharded: Any,
+        gradients_at: Callable[[Any], Gradients] | None = None,
     ) -> tuple[TrainState, Metrics]:
         """The next state. A loss or gradients that are not finite change only the counters.
 
         Args:
-          elsewhere: trained parameters -> gradients of the same batch at them, for optimizers that need several
+          gradients_at: trained parameters -> gradients of the same batch at them, for optimizers that need several
             gradients per step: line searches (`value_fn`) and sharpness-aware minimization (`grad_fn`).
         """
-        trained = as_in(got.grads, state.params)
-        scale = jnp.ones_like(got.norm)
+        trained = as_in(computed.grads, state.params)
+        scale = jnp.ones_like(computed.norm)
         if self.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(got.norm, jnp.finfo(got.norm.dtype).tiny))
+            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(computed.norm, jnp.finfo(computed.norm.dtype).tiny))
 
         def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
             return (g * scale.astype(g.dtype)).astype(self.dtype or p.dtype)
@@ -93,24 +97,24 @@ class Update:
         def updated(sums: Any, opt_state: Any) -> tuple[Any, Any]:
             grads = jax.tree.map(scaled, sums, trained)
             with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
-                updates, opt_state = self._updates(grads, opt_state, old, state.step, got.loss, elsewhere)
+                updates, opt_state = self._updates(grads, opt_state, old, state.step, computed.loss, gradients_at)
                 return jax.lax.with_sharding_constraint(optax.apply_updates(old, updates), sharded), opt_state
 
-        params, opt_state = updated(got.grads, state.opt_state)
-        is_finite = jnp.isfinite(got.norm) & jnp.isfinite(got.loss)
+        params, opt_state = updated(computed.grads, state.opt_state)
+        is_finite = jnp.isfinite(computed.norm) & jnp.isfinite(computed.loss)
         params = jax.lax.with_sharding_constraint(jax.tree.map(partial(jnp.where, is_finite), params, old), sharded)
         moments = state.opt_state
         if platform_of(jax.tree.leaves(sharded)[0].mesh) == "cpu":
             params, is_finite, moments = without_copy((params, is_finite, moments))
             if self.is_elementwise:
                 # Else it would store the new moments with which it computes parameters, and read them to select.
-                _, opt_state = updated(got.grads, moments)
+                _, opt_state = updated(computed.grads, moments)
         keep = partial(jnp.where, is_finite)
 
         whole = filled(params, state.params)
-        metrics = got.metrics
+        metrics = computed.metrics
         if self.state_params:
-            moved, metrics = self.state_params.after_step(whole, metrics, got.tokens)
+            moved, metrics = self.state_params.after_step(whole, metrics, computed.tokens)
             whole = jax.tree.map(keep, moved, whole)
         new = replace(
             state,
@@ -118,18 +122,18 @@ class Update:
             params=whole,
             opt_state=jax.tree.map(keep, opt_state, moments),
             skipped=state.skipped + keep(0, 1).astype(jnp.int32),
-            carried=jax.tree.map(keep, got.carried, state.carried),
+            carried=jax.tree.map(keep, computed.carried, state.carried),
         )
-        of_step = {"loss": got.loss, "grad_norm": got.norm, "tokens": got.tokens, "skipped": new.skipped}
+        of_step = {"loss": computed.loss, "grad_norm": computed.norm, "tokens": computed.tokens, "skipped": new.skipped}
         return new, metrics | of_step | self._rate(state)
 
     def _updates(
-        self, grads: Any, opt_state: Any, params: Any, step: jax.Array, loss: jax.Array, elsewhere: Any
+        self, grads: Any, opt_state: Any, params: Any, step: jax.Array, loss: jax.Array, gradients_at: Any
     ) -> tuple[Any, Any]:
         tx = optax.with_extra_args_support(self.tx)
         given = {"value": loss, "grad": grads, "step": step}
-        if elsewhere:
-            given |= asked_again(elsewhere)
+        if gradients_at:
+            given |= for_line_search(gradients_at)
         parameters = signature(tx.update).parameters
         if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: x for name, x in given.items() if name in parameters}  # SAM's update accepts no others
@@ -145,19 +149,19 @@ class Update:
             return {"lr": jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)}
 
 
-def asked_again(elsewhere: Callable[[Any], Gradients]) -> dict[str, Callable[..., Any]]:
+def for_line_search(gradients_at: Callable[[Any], Gradients]) -> dict[str, Callable[..., Any]]:
     """Optax's `value_fn` and `grad_fn`: the loss and its gradient at other parameters, on the same batch."""
 
     def grad_fn(params: Any, *_: Any) -> Any:
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), elsewhere(params).grads, params)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradients_at(params).grads, params)
 
     @jax.custom_vjp
     def loss(params: Any) -> jax.Array:
-        return elsewhere(params).loss
+        return gradients_at(params).loss
 
     def forward(params: Any) -> tuple[jax.Array, Any]:
-        got = elsewhere(params)
-        return got.loss, jax.tree.map(lambda g, p: g.astype(p.dtype), got.grads, params)
+        computed = gradients_at(params)
+        return computed.loss, jax.tree.map(lambda g, p: g.astype(p.dtype), computed.grads, params)
 
     def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
         return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
@@ -266,12 +270,12 @@ def step_function(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def at(params: Any) -> Gradients:
-            got = gradients(filled(params, state.params), with_rows(batch), state.step, state.carried)
-            return replace(got, grads=jax.lax.with_sharding_constraint(got.grads, sharded))
+            computed = gradients(filled(params, state.params), with_rows(batch), state.step, state.carried)
+            return replace(computed, grads=jax.lax.with_sharding_constraint(computed.grads, sharded))
 
-        got = at(state.params)
+        computed = at(state.params)
         state = replace(state, opt_state=on_device(state.opt_state, placement.opt_state))
-        return update(state, got, sharded, at)
+        return update(state, computed, sharded, at)
 
     return step
 

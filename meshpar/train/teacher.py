@@ -24,12 +24,13 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.gradients import Gradients
 from meshpar.train.program import batch_pspecs, on_shards, pspecs, structs
 from meshpar.train.state import place
+from meshpar.train.strategy import Strategy
 
 DIMS = {TEACHER: ("batch", "seq", "embed"), TEACHER_HEAD: ("embed", "vocab")}
 
 
 @dataclass(frozen=True)
-class Teacher:
+class Teacher(Strategy):
     """The forward of another model on the same batch, compiled into the step and not differentiated.
 
     Its last hidden states and its output projection become arrays of the batch, sharded by the student's rules. The
@@ -72,9 +73,9 @@ class Teacher:
         return place(self.specs, self.rules, self.student.mesh, optax.identity()).params
 
     @property
-    def structs(self) -> Any:
-        """The parameters as the structs that a step is compiled for."""
-        return structs(self.placement)
+    def given(self) -> dict[str, Any]:
+        """The teacher's parameters."""
+        return {TEACHER: structs(self.placement)}
 
     @property
     def arrays(self) -> dict[str, ArraySpec]:
@@ -84,11 +85,10 @@ class Teacher:
         dtype = np.dtype(self.ctx.compute_dtype)
         return {name: ArraySpec(shape, dtype, DIMS[name]) for name, shape in shapes.items()}
 
-    @property
-    def is_aligned(self) -> bool:
+    def is_countable(self, ctx: ParallelContext) -> bool:
         """Whether the arrays are sharded by the student's rules, after they are gathered."""
-        rows = self.student.axes("batch") + self._gathered_axes == self.ctx.axes("batch")
-        return rows and all(self.ctx.axes(dim) == self.student.axes(dim) for dim in ("seq", "embed", "vocab"))
+        rows = ctx.axes("batch") + self._gathered_axes == self.ctx.axes("batch")
+        return rows and all(self.ctx.axes(dim) == ctx.axes(dim) for dim in ("seq", "embed", "vocab"))
 
     @property
     def _gathered_axes(self) -> Axes:
@@ -97,8 +97,8 @@ class Teacher:
         axes = self.ctx.axes("batch")
         return axes[len(own) :] if self.ctx.manual and axes[: len(own)] == own else ()
 
-    def teaching(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
-        """Wraps `gradients` so that the teacher's arrays replace its parameters in the batch first."""
+    def gradients(self, gradients: Callable[..., Gradients]) -> Callable[..., Gradients]:
+        """Those where the teacher's arrays replace its parameters in the batch first."""
 
         def taught(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
             own = {name: x for name, x in batch.items() if name != TEACHER}

@@ -19,7 +19,7 @@ from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.errors import ConfigError
 from meshpar.nn.recognized import Found, rewritten, with_attention
 from meshpar.optim.freeze import for_good
-from meshpar.parallel.batch import TEACHER, Batch
+from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.rounds import Rounds
@@ -32,21 +32,21 @@ from meshpar.sharding.resolve import AnyMesh, platform_of
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.batches import arranged, check_batch, token_order
-from meshpar.train.error_feedback import SLICES, place_error_feedback, zeros
+from meshpar.train.error_feedback import REDUCE, SLICES, ErrorFeedback
 from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation, trace_row_results
 from meshpar.train.fragments import check_fragments
-from meshpar.train.gradients import Gradients, Objective, gradients, stale
+from meshpar.train.gradients import Gradients, Objective, gradients
 from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
 from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss, of_shards
-from meshpar.train.preferences import REFERENCE
 from meshpar.train.program import batch_structs, compile_program, with_rows
 from meshpar.train.slices import Slices, place_slices, slice_gradients
 from meshpar.train.stage_cut import describe_cut, product_flops
+from meshpar.train.stale_weights import StaleWeights
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
-from meshpar.train.teacher import Teacher
+from meshpar.train.strategy import Strategy, of_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Training:
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
       frozen_rows: which layers of stacks are frozen, see `frozen_layers`; None if none is.
       is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
-      teacher: a model whose projection of the logits is added to the batch; its parameters are an input of each step.
+      added: strategies that do not follow from `ctx`, such as a teacher; see `strategies`.
       evaluation: the loss for evaluations; default: `loss` without a key.
       of_rows: (params, batch, key, carried) -> what metrics of all rows together need; None if there are none.
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
@@ -91,7 +91,7 @@ class Training:
     frozen: Any = None
     frozen_rows: Any = None
     is_offloaded: bool = False
-    teacher: Teacher | None = None
+    added: tuple[Strategy, ...] = ()
     evaluation: Loss | None = None
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     in_schedule_order: bool = False
@@ -112,6 +112,17 @@ class Training:
         return self.ctx.rules
 
     @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """What changes the step besides the loss and the optimizer, from the inside out."""
+        of_ctx = (one for kind in (ErrorFeedback, StaleWeights) if (one := kind.of(self.ctx)))
+        return (*of_ctx, *self.added)
+
+    @property
+    def _unseen(self) -> frozenset[str]:
+        """The keys of the carried state that the loss does not get."""
+        return frozenset({SLICES, *(one.key for one in self.strategies if one.key and not one.is_of_loss)})
+
+    @cached_property
     def placement(self) -> StatePlacement:
         """How the state of the training is sharded.
 
@@ -124,7 +135,7 @@ class Training:
         if local is None:
             return alone
         state_params = self.update.state_params
-        if self.carried or (state_params and state_params.paths):
+        if set(alone.carried) - {REDUCE} or (state_params and state_params.paths):
             what = "steps change state of the model other than parameters, which slices do not average"
             raise ConfigError(f"parallel.local: {what}; set parallel.local=null")
         check_fragments(local.fragments, alone.trained)
@@ -143,10 +154,9 @@ class Training:
                 dims.add("stage")  # the loss is cut into stages
         frozen = for_good(self.frozen)
         placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
-        if REFERENCE in placed.carried:  # stored as the parameters are, also under ZeRO-1
-            placed = replace(placed, carried=placed.carried | {REFERENCE: placed.params})
-        error_feedback = place_error_feedback(placed.trained, self.ctx.in_slice)
-        return replace(placed, carried=placed.carried | error_feedback) if error_feedback else placed
+        states = {one.key: one.placed(placed) for one in self.strategies if one.key}
+        states = {key: placements for key, placements in states.items() if placements}
+        return replace(placed, carried=placed.carried | states) if states else placed
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -175,23 +185,29 @@ class Training:
         if not ctx.schedule:
             return None
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        whole = PartitionedLoss(loss, self.specs, batch, self._carried_of_loss, with_attention)
+        whole = PartitionedLoss(loss, self.specs, batch, self.carried, with_attention)
         return StagedLoss(whole, ctx, key, product_flops)
 
     @property
     def _batch_of_step(self) -> dict[str, ArraySpec]:
         """The arrays that a step's loss reads. An evaluation has no teacher."""
-        return self.batch_specs | (self.teacher.arrays if self.teacher else {})
+        return self.batch_specs | {name: spec for one in self.strategies for name, spec in one.arrays.items()}
 
-    @property
-    def _carried_of_loss(self) -> Any:
-        """The carried state, without the parameters before the last update, of which the loss knows nothing."""
-        return {} if self.ctx.schedule and self.ctx.schedule.is_stale else self.carried
+    def in_stages(self) -> Self:
+        """The same training, whose pipeline is checked; without a pipeline itself.
 
-    def with_named_layers(self) -> Self:
-        """The same training, where the dim of the layers that a pipeline cuts is called `layers`."""
+        The dim of the layers that it cuts is called `layers` in `specs`.
+
+        Raises:
+          ConfigError: the loss cannot be cut into its stages.
+        """
         staged = self._staged(self.loss, self._batch_of_step, self.key, self.ctx)
-        return replace(self, specs=staged.with_named_layers()) if staged else self
+        if not staged or not self.is_of_whole_arrays:
+            return self
+        named = replace(self, specs=staged.with_named_layers())
+        assert named.pipeline
+        named.pipeline.plan(named.ctx)
+        return named
 
     @property
     def described_cut(self) -> str | None:
@@ -221,7 +237,7 @@ class Training:
         strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
         state_params = self.update.state_params
         changed = state_params.paths if state_params else ()
-        others = (*strategies, self.frozen, self.frozen_rows, self.carried, changed)
+        others = (*strategies, self.frozen, self.frozen_rows, self.slice_placement.carried, changed)
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
@@ -250,7 +266,7 @@ class Training:
     @cached_property
     def _traced_loss(self) -> ClosedJaxpr:
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
-        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self._carried_of_loss))
+        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
         with of_whole_arrays(self.ctx):
             return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
 
@@ -290,7 +306,8 @@ class Training:
             loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
         else:
             loss = of_shards(loss)
-        return Objective(loss, self.key or (lambda step: None), self.frozen, self.frozen_rows, pipeline)
+        key = self.key or (lambda step: None)
+        return Objective(loss, key, self.frozen, self.frozen_rows, pipeline, self._unseen)
 
     @cached_property
     def activations(self) -> list[MovedValue]:
@@ -306,24 +323,23 @@ class Training:
         loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried, with_attention)
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
         batch = jax.eval_shape(with_rows, self.batch)
-        structs = (self.placement.params, self.placement.carried)
+        structs = (self.placement.params, of_loss(self.placement.carried, self._unseen))
         params, carried = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), structs)
         return moved_values(loss.plan(ctx, (params, batch, key, carried)), ctx.axes("residual_seq"))
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
-        """(params, batch, step, carried) -> `Gradients`; with a teacher, the batch contains its parameters.
+        """(params, batch, step, carried) -> `Gradients`; the batch contains what is `given`.
 
         With local updates they are those of `slice_gradients`.
         """
         return self._gradients(slice_gradients if self.ctx.local else gradients)
 
     def _gradients(self, of: Callable[..., Callable[..., Gradients]]) -> Callable[..., Gradients]:
-        specs = self.batch_specs | (self.teacher.arrays if self.teacher else {})
-        found = of(self.objective, self.ctx, self.slice_placement, specs, self.seed)
-        if self.pipeline and self.pipeline.schedule.is_stale:
-            found = stale(found)
-        return self.teacher.teaching(found) if self.teacher else found
+        found = of(self.objective, self.ctx, self.slice_placement, self._batch_of_step, self.seed)
+        for one in self.strategies:
+            found = one.gradients(found)
+        return found
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -342,8 +358,8 @@ class Training:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Further inputs of every step, as structs: the teacher's parameters."""
-        return {TEACHER: self.teacher.structs} if self.teacher else {}
+        """Further inputs of every step, as structs."""
+        return {name: structs for one in self.strategies for name, structs in one.given.items()}
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Puts the arrays of a batch on the devices, sharded as the step needs them.
@@ -403,7 +419,8 @@ class Training:
         if of_rows is None:
             return None
         ctx = replace(self.ctx, manual=False)
-        return LazyEvaluation(lambda: trace_row_results(of_rows, ctx, self.placement, self.batch_specs))
+        specs = self.batch_specs
+        return LazyEvaluation(lambda: trace_row_results(of_rows, ctx, self.placement, specs, self._unseen))
 
     @cached_property
     def model_flops(self) -> Fraction:
@@ -432,16 +449,16 @@ class Training:
           options: of the compiler; by default few optimizations on CPUs.
           given: existing arrays by path, such as `params.head.kernel`. They are donated, and replace initialized ones.
         """
-        error_feedback = place_error_feedback(self.placement.trained, self.ctx.in_slice)
-        slices = self.slices
+        slices, placed = self.slices, self.slice_placement.carried
 
         def init_others(params: Any, key: jax.Array) -> tuple[Any, Any]:
             trained = without(params, self.placement.frozen)
             opt_state = self.update.tx.init(trained)
             with self._of_the_model():
                 carried = self.init_carried(key)
-            carried = carried | {REFERENCE: params} if REFERENCE in self.carried else carried
-            carried = carried | zeros(error_feedback) if error_feedback else carried
+            for one in self.strategies:
+                if one.key in placed:
+                    carried = carried | {one.key: one.initial(params, placed[one.key])}
             if slices is None:
                 return opt_state, carried
             own = slices.initial(trained, opt_state, carried)

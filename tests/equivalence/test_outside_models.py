@@ -258,13 +258,13 @@ def test_planted_random_keys_that_change_while_carried_are_seen(monkeypatch):
 
 def test_planted_an_optimizer_that_gets_other_gradients_is_seen(monkeypatch):
     on_one_device("sam")
-    asked_again = step.asked_again
+    for_line_search = step.for_line_search
 
     def halved(elsewhere):
-        given = asked_again(elsewhere)
+        given = for_line_search(elsewhere)
         return given | {"grad_fn": lambda *args: jax.tree.map(lambda g: g / 2, given["grad_fn"](*args))}
 
-    monkeypatch.setattr(step, "asked_again", halved)
+    monkeypatch.setattr(step, "for_line_search", halved)
     assert first_difference("sam", trained("sam", "data8")[1]).kind == "parameters"
 
 

@@ -19,9 +19,9 @@ from meshpar.parallel.pipeline import execute
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.strategies import Parallel
-from meshpar.train.gradients import STALE
 from meshpar.train.loss import LossSums
 from meshpar.train.program import shardings
+from meshpar.train.stale_weights import STALE
 from meshpar.train.state import TrainState
 from meshpar.train.training import Training, step_key
 from meshpar.tree import flatten_with_paths

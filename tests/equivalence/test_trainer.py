@@ -102,19 +102,19 @@ def with_settings(name: str, layout: str | None, chunk: Any = "auto") -> Prepare
     if distill is None:
         return run
     program = run.run.model.program(replace(task_of(run.run), distill=distill))
-    return replace(run, loss=program.loss, teacher=teaching(run, rules))
+    return replace(run, loss=program.loss, added=(teaching(run, rules),))
 
 
 def given_its_teacher(run: Prepared) -> Step:
     # On one device two programs are compared bit for bit, which QUICK's fusions do not keep.
     step = run.compile_step(QUICK if run.mesh.size > 1 else DEFAULT_FUSIONS)
-    if run.teacher is None:
+    if not run.added:
         return step
 
     def to(x, struct):
         return jax.device_put(x, struct.sharding)
 
-    return replace(step, given={TEACHER: jax.tree.map(to, teachers_parameters(), run.teacher.structs)})
+    return replace(step, given={TEACHER: jax.tree.map(to, teachers_parameters(), run.given[TEACHER])})
 
 
 def outcome(run: Prepared) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def without_average() -> list[Any]:
     """The parameters before and after each step, with all settings but the average."""
     run = with_settings("all", None)
     plain = prepare(run.run.model_copy(update={"optim": AdamW(lr=LR)}), run.mesh)
-    plain = replace(plain, loss=run.loss, teacher=run.teacher)
+    plain = replace(plain, loss=run.loss, added=run.added)
     step = given_its_teacher(plain)
     state = plain.compile_init(QUICK)()
     history = [jax.device_get(state.params)]

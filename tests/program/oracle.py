@@ -129,7 +129,7 @@ def closed_form(run: Prepared, on_cpu: bool = False) -> Traffic:
     if not run.taught_by:
         return sent
     teacher = run.taught_by.run.model
-    ctx = run.teacher.ctx
+    ctx = run.added[0].ctx
     spread = tuple(axis for axis in ctx.axes("batch") if axis not in run.ctx.axes("batch"))
     activations = Activations(teacher.num_layers, tokens // _size(ctx, spread), teacher.hidden_size, False, False)
     more = teacher_traffic(run.taught_by.placement.sharded, ctx, widths, activations, tokens)
