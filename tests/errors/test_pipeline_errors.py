@@ -149,14 +149,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[MeshparError], list[str]]] = {
         stacked, {"parallel": Parallel()}, ConfigError,
         ["the rules cut the model into 2 stages, but no schedule orders their work", "parallel.pipeline={kind: 1f1b"],
     ),
-    "a state beside stale parameters": (
-        unchanged,
-        {
-            "parallel": Parallel(pipeline={"kind": "pipedream_2bw", "num_microbatches": 2}),
-            "carried": lambda key: {"n": jnp.zeros(1)},
-        },
-        ConfigError, ["it carries the parameters before the last update, and the loss carries a state of its own"],
-    ),
     "a zigzag inside of stages": (
         stacked, {"parallel": Parallel(pipeline={"kind": "1f1b", "num_microbatches": 2}, context={"layout": "zigzag"})},
         ConfigError, ["context.layout\n    stages of a pipeline work at different times", "context.layout=auto"],
