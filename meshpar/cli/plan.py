@@ -72,6 +72,7 @@ def plan(
         with busy("tracing published layouts", quiet=True):
             compared = compare()
         echo(compared, json)
+        compared.check()
         return
     if config is None or target is None:
         missing = " and ".join(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import pydantic
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jaxtyping import Array, Float
 
 from meshpar.config import Config
@@ -30,6 +30,8 @@ Activation = Literal["input", "q", "k", "v", "attn", "log_mass", "residual", "ga
 - `gate`, `up`: the projections of the MLP before its activation function, [batch, seq, mlp].
 """
 
+CUDNN = "dot_product_attention_fwd_wrapper"
+"""The forward of cuDNN's attention in a trace. It returns `attn` and `log_mass`, to which JAX gives no names."""
 Policy = Callable[..., Any]
 _policies = jax.checkpoint_policies
 POLICIES: dict[str, Policy] = {
@@ -38,6 +40,10 @@ POLICIES: dict[str, Policy] = {
     "dots_no_batch": _policies.checkpoint_dots_with_no_batch_dims,
     "full": _policies.nothing_saveable,
 }
+
+
+_RESULTS: dict[str, set[Activation]] = {CUDNN: {"attn", "log_mass"}}
+"""A kernel -> the activations that it returns, which have one place: its backward needs all of them."""
 
 
 def named(x: Float[Array, "*dims"], name: Activation) -> Float[Array, "*dims"]:
@@ -76,15 +82,11 @@ class Remat(Config):
     def checkpoint_policy(self) -> Policy:
         """The policy for `jax.checkpoint`."""
         others = POLICIES[self.policy]
-        offloads = _policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=self.offload,
-            offload_src="device", offload_dst="pinned_host",
-        )  # fmt: skip
 
         def saves(primitive: Any, *avals: Any, **params: Any) -> Any:
-            name = params["name"] if primitive.name == "name" else None
-            if name in self.offload:
-                return offloads(primitive, *avals, **params)
-            return name in self.save or others(primitive, *avals, **params)
+            names = {params["name"]} if primitive.name == "name" else _RESULTS.get(primitive.name)
+            if not names or not names <= {*self.save, *self.offload}:
+                return others(primitive, *avals, **params)
+            return True if names.isdisjoint(self.offload) else Offloadable(src="device", dst="pinned_host")
 
         return saves

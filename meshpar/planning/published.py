@@ -10,112 +10,26 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import pydantic
-
-from meshpar.config import Config, load
-from meshpar.config.loading import build
 from meshpar.cost.traced import Collective
+from meshpar.errors import MeshparError, Problems, RunError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import prepare
 from meshpar.inspection.report.table import table
 from meshpar.mesh import targets
 from meshpar.planning.estimate import Work, work_of
 from meshpar.planning.machine import StatedMachine
+from meshpar.planning.published_file import Published, Ratio, Row, Source, read
+from meshpar.planning.torch_ring import around_a_ring
 from meshpar.tree import human_time
 
-FILE = Path(__file__).parent / "published.yaml"
 FOR_LINKS = 4
 """From so many rows on, the factor of links is fitted too."""
 _STEPS = (10, 3, 1)
 """Steps of the search for factors, in hundredths of a logarithm."""
-_Real = Annotated[float, pydantic.Field(gt=0, strict=False)]
-
-
-class Row(Config):
-    """A published measurement."""
-
-    name: str
-    """What it is called here."""
-    model: str
-    """One of the file's models."""
-    on: str
-    """Hosts x devices on each."""
-    keys: tuple[str, ...]
-    """The layout, as `key=value` of a config."""
-    overlaps: bool = False
-    """Whether the source communicated beside products over `tensor` where meshpar does not, in a pipeline."""
-    tokens_per_s: _Real | None = None
-    """Tokens a second and device."""
-    step_s: _Real | None = None
-    """Seconds of a step."""
-    teraflops: _Real | None = None
-    """10^12 operations a second and device, counted as `counted` says."""
-    counted: Literal["megatron", "needed"] = "needed"
-    """`megatron`: equation 3 of arXiv:2104.04473, with recomputation. `needed`: 6 for each parameter and token, and
-    causal attention's half of the scores; the source does not say."""
-    memory_gib: _Real | None = None
-    """Largest memory that the source's allocator reserved on a device."""
-
-
-class Source(Config):
-    """Measurements of one stack on one kind of machine."""
-
-    name: str
-    """Who, and when."""
-    url: str
-    """Where it is published."""
-    chip: str
-    """The chip, as a target names it."""
-    attention: _Real | None = None
-    """The share of the chip's peak that its attention kernels reach, where it is known. Default: the planner's."""
-    gathers_8_bits: bool = False
-    """Whether activations that are multiplied in 8 bits are rounded before they are gathered over `tensor`."""
-    took: tuple[float, ...] = ()
-    """The least and the largest of its steps over their estimates without factors: `plan --published` prints them."""
-    base: Annotated[dict[str, Any], pydantic.Field(default_factory=dict)]
-    """Keys of all rows."""
-    rows: tuple[Row, ...]
-    """The measurements."""
-
-
-class Ratio(Config):
-    """Two rows that differ in one thing."""
-
-    name: str
-    """What differs."""
-    rows: tuple[str, str]
-    """The row whose tokens a second are over those of the other."""
-
-
-class Published(Config):
-    """All published measurements."""
-
-    models: dict[str, dict[str, Any]]
-    """Name -> keys of the model."""
-    sources: tuple[Source, ...]
-    """Who measured."""
-    ratios: tuple[Ratio, ...]
-    """What is compared beside rows."""
-
-    def run(self, source: Source, row: Row) -> Run:
-        """The run of a row."""
-        model = {"kind": "llama", "rope_theta": 500000.0, **self.models[row.model]}
-        if model["kind"] != "llama":
-            del model["rope_theta"]
-        data = {
-            "model": model,
-            "data": {"kind": "synthetic", "vocab_size": model["vocab_size"], "batch_size": 1, "seq_len": 8192},
-            "optim": {"kind": "adamw", "lr": 1e-4},
-            "num_steps": 1,
-            "run_dir": "unused",
-            **source.base,
-        }
-        return build(Run, data, f"published: {row.name}", list(row.keys))
 
 
 @dataclass(frozen=True)
@@ -217,10 +131,15 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All published rows beside predictions."""
+    """All published rows beside predictions.
+
+    Args:
+      failed: row that could not be traced -> why.
+    """
 
     compared: Sequence[Compared]
     ratios: Sequence[Ratio]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self) -> Iterator[tuple[Measured, Factors, Factors]]:
         """Each row, the factors of its source, and those of its source's other rows."""
@@ -264,7 +183,19 @@ class Comparison:
             "left_out": self.left_out,
             "memory": self.memory,
             "ratios": {name: {"published": a, "predicted": b} for name, (a, b) in self.of_ratios.items()},
+            "failed": dict(self.failed),
         }
+
+    def check(self) -> None:
+        """Checks that every row was predicted.
+
+        Raises:
+          RunError: lists every row that could not be traced.
+        """
+        problems = Problems()
+        for name, why in self.failed.items():
+            problems.add(name, f"could not be traced: {why}", "mend its keys in docs/published.yaml")
+        problems.raise_any(RunError, "plan --published lacks rows:")
 
     def __str__(self) -> str:
         head = ["", "published", "predicted", "", "left out", "GiB", "predicted", "", "where the time goes"]
@@ -300,11 +231,6 @@ def _row(one: Measured, factors: Factors, others: Factors) -> list[str]:
     ]  # fmt: skip
 
 
-def read(path: Path = FILE) -> Published:
-    """Reads the file of published measurements."""
-    return load(Published, path)
-
-
 def compare(published: Published | None = None, names: Sequence[str] = ()) -> Comparison:
     """Predicts every published row.
 
@@ -313,14 +239,26 @@ def compare(published: Published | None = None, names: Sequence[str] = ()) -> Co
     """
     published = published or read()
     compared = []
+    failed: dict[str, str] = {}
     for source in published.sources:
         if names and source.name not in names:
             continue
-        rows = [measured(published, source, row) for row in source.rows]
+        rows = [one for row in source.rows if (one := _tried(published, source, row, failed))]
+        if not rows:
+            continue
         without = {row.row.name: fitted([other for other in rows if other is not row]) for row in rows}
         compared.append(Compared(source, rows, fitted(rows), without))
     known = {row.row.name for one in compared for row in one.rows}
-    return Comparison(compared, [one for one in published.ratios if known.issuperset(one.rows)])
+    return Comparison(compared, [one for one in published.ratios if known.issuperset(one.rows)], failed)
+
+
+def _tried(published: Published, source: Source, row: Row, failed: dict[str, str]) -> Measured | None:
+    """A row with the work of its traced step. If it cannot be traced, the reason is added to `failed`."""
+    try:
+        return measured(published, source, row)
+    except Exception as error:  # of any kind, as JAX raises them: the other rows are predicted all the same
+        failed[row.name] = str(error) if isinstance(error, MeshparError) else f"{type(error).__name__}: {error}"
+        return None
 
 
 def measured(published: Published, source: Source, row: Row) -> Measured:
@@ -334,6 +272,8 @@ def measured(published: Published, source: Source, row: Row) -> Measured:
     assert work is not None, f"{row.name}: the trace says what is sent"
     if source.gathers_8_bits and run.precision.matmul:
         work = replace(work, waits=[_in_8_bits(one) for one in work.waits])
+    if source.ring:
+        work = around_a_ring(work)
     num_layers = published.models[row.model]["num_layers"]
     return Measured(source, row, run, machine, work.overlapping() if row.overlaps else work, num_layers)
 

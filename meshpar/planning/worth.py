@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshpar.errors import ConfigError
 from meshpar.planning.alternatives import shown
 from meshpar.planning.machine import Machine
-from meshpar.planning.published import read
+from meshpar.planning.published_file import read
 from meshpar.planning.search import Candidate
 from meshpar.tree import human_time
 

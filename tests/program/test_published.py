@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
 import pytest
 
+from meshpar.cost.flops import ProductSizes
+from meshpar.cost.traced import Collective
+from meshpar.errors import ConfigError, RunError
+from meshpar.mesh.layout import MeshLayout
 from meshpar.planning import published as publishing
-from meshpar.planning.published import Comparison, Factors, compare, fitted, read, spread
+from meshpar.planning.estimate import Operations, Work
+from meshpar.planning.published import Comparison, Factors, Measured, compare, fitted, spread
+from meshpar.planning.published_file import read
+from meshpar.planning.torch_ring import around_a_ring
 
 TOLD = 0.05
 """From this difference on, the ranks of two rows of a source must be right."""
 AHEAD = {
-    # Attention over 4 and 8 devices that share rows took 1.6 times what as many operations take in one device's rows,
-    # and over 2 devices not: nothing in the model says so.
-    "8B on 8, context 4": 0.37,
-    "8B on 8, context 8": 0.43,
-    "405B on 512, context 8": 0.36,
+    # With twice the devices and the tokens of a row, steps took 1.53 times as long from 1 to 2, 2.37 from 2 to 4,
+    # and 1.95 from 4 to 8 devices. No model of equal steps around a ring is near all of them.
+    "8B on 8, context 8": 0.25,
 }
 """Rows whose tokens a second are predicted too high -> the largest error."""
 
@@ -28,6 +34,13 @@ def whole() -> Comparison:
     return compare()
 
 
+@cache
+def one_gpu() -> Measured:
+    file = read()
+    source = next(one for one in file.sources if one.name.startswith("meshpar"))
+    return publishing.measured(file, source, source.rows[0])
+
+
 def test_every_row_of_the_table_is_there():
     rows = {source.name.split(",")[0]: len(source.rows) for source in read().sources}
     assert rows == {"torchtitan": 14, "BLOOM": 1, "Megatron-LM": 2, "Llama 3": 3, "meshpar on one H100": 1}
@@ -35,9 +48,7 @@ def test_every_row_of_the_table_is_there():
 
 def test_a_step_on_one_gpu_is_predicted_without_any_factor():
     """1.2 billion parameters on one H100, measured in 285 ms: 185 ms before other operations counted."""
-    file = read()
-    source = next(one for one in file.sources if one.name.startswith("meshpar"))
-    row = publishing.measured(file, source, source.rows[0])
+    row = one_gpu()
     assert row.published_s == pytest.approx(0.2854, rel=0.001)
     assert row.error(Factors()) == pytest.approx(0.0, abs=0.1)
     assert row.error(fitted([row])) == pytest.approx(0.0, abs=0.01)
@@ -71,7 +82,7 @@ def test_tokens_a_second_are_within_a_fifth_and_the_median_within_eight_per_cent
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_source_are_right_but_for_one():
+def test_the_ranks_of_a_source_are_right():
     wrong = set()
     for one in whole().compared:
         for a, b in combinations(one.rows, 2):
@@ -80,7 +91,7 @@ def test_the_ranks_of_a_source_are_right_but_for_one():
             is_told = abs(published[0] / published[1] - 1) > TOLD
             if is_told and (published[0] > published[1]) != (predicted[0] > predicted[1]):
                 wrong.add((a.row.name, b.row.name))
-    assert wrong == {("8B on 8, context 8", "70B on 256")}, "the first is predicted too high, see `AHEAD`"
+    assert not wrong
 
 
 @pytest.mark.slow
@@ -92,7 +103,7 @@ def test_a_plan_states_how_published_steps_compare():
 @pytest.mark.slow
 def test_ratios_are_within_six_per_cent():
     off = {name: predicted / published - 1 for name, (published, predicted) in whole().of_ratios.items()}
-    known = {"context 4 over 1": 0.26, "context 8 over 1": 0.32}
+    known = {"context 4 over 1": 0.18, "context 8 over 1": 0.22}
     for name, error in off.items():
         assert abs(error) < known.get(name, 0.06), (name, error)
 
@@ -103,6 +114,51 @@ def test_memory_is_not_yet_that_of_others():
     for name, error in whole().memory.items():
         without_stages = not name.startswith("405B")
         assert -0.4 < error < (1.0 if without_stages else 3.0), (name, error)
+
+
+def test_a_row_that_cannot_be_traced_is_named_and_the_others_are_predicted(command, monkeypatch):
+    good = one_gpu()
+    others = [good.row.model_copy(update={"name": name}) for name in ("refused", "broken")]
+    source = good.source.model_copy(update={"rows": (others[0], good.row, others[1])})
+    file = read().model_copy(update={"sources": (source,)})
+    errors = {"refused": ConfigError("mesh.tensor: 3 does not divide 8"), "broken": TypeError("add got int8")}
+
+    def measured(file, source, row):
+        if row.name in errors:
+            raise errors[row.name]
+        return good
+
+    monkeypatch.setattr(publishing, "measured", measured)
+    monkeypatch.setattr(publishing, "read", lambda: file)
+    said = command("plan", "--published")
+    assert said.code == RunError.exit_code
+    assert good.row.name in said.out
+    assert "refused" not in said.out
+    assert "refused\n    could not be traced: mesh.tensor: 3 does not divide 8" in said.err
+    assert "broken\n    could not be traced: TypeError: add got int8" in said.err
+    assert compare().failed.keys() == errors.keys()
+
+
+def test_a_ring_computes_what_ulysses_does_and_waits_for_what_it_sends():
+    """Two rows of 64 tokens on 4 devices, 8 heads of 16: Ulysses gives a device 2 heads, a ring 16 tokens."""
+    heads, local, size = 2 * 8, 16, 4
+    forward = ProductSizes("dot_product_attention_fwd_wrapper", 4096, heads // size, local * size, local * size, 16, 2)
+    backward = replace(forward, kind="dot_product_attention_bwd_wrapper", num_flops=10240)
+    exchanged = Collective("all_to_all", ("context",), 100, size)
+    gathered = Collective("all_gather", ("fsdp",), 100, 2)
+    computes = Operations({forward: 2.0, backward: 1.0}, {})
+    mesh = MeshLayout(context=size, fsdp=2).abstract()
+    work = Work(mesh, computes, [], [exchanged, gathered], 1.0, 0, 0)
+    ring = around_a_ring(work)
+    assert ring.computes.flops == computes.flops
+    assert {(one.batch, one.rows, one.columns) for one in ring.computes.products} == {(16, 16, 16), (16, 16, 8)}
+    elements = heads * local * 16
+    assert ring.computes.num_bytes == (size - 1) * elements * (2 * 18 + 50)
+    sent = {(one.kind, one.axes): one.times * one.sent_bytes for one in ring.waits}
+    assert sent["all_gather", ("fsdp",)] == 50
+    assert ring.sent_bytes - 50 == 3 * (size - 1) * 4 * elements + size * 8 * elements
+    alone = replace(work, mesh=MeshLayout(fsdp=2).abstract())
+    assert around_a_ring(alone) is alone, "the control: a row on one device goes around no ring"
 
 
 def test_published_takes_no_config(command):

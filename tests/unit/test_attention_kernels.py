@@ -21,6 +21,7 @@ from meshpar.models import Llama
 from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, attend, cudnn, functional, setting, splash
 from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.setting import Setting
+from meshpar.nn.remat import Remat
 from meshpar.optim import AdamW
 
 BATCH = 1
@@ -183,6 +184,22 @@ def test_the_calls_of_cudnn_have_our_arguments(on_h100, window):
     counted = {p.kind: p.total for p in traced_products(program)}
     assert counted["dot_product_attention_fwd_wrapper"] == 2 * needed
     assert counted["dot_product_attention_bwd_wrapper"] == 5 * needed
+
+
+@pytest.mark.parametrize("core", [Cudnn(), SPLASH])
+def test_the_backward_runs_the_forward_again_unless_both_of_its_results_are_saved(request, core):
+    if core != SPLASH:
+        request.getfixturevalue("on_h100")
+    arrays = [x.astype("bfloat16") for x in inputs()[:3]]
+
+    def computed(attend):
+        return sum(flops(traced_products(jax.make_jaxpr(with_gradients(attend))(*arrays, None))).values())
+
+    def saving(*names):
+        return computed(jax.checkpoint(of_core(core), policy=Remat(save=names).checkpoint_policy()))
+
+    assert saving("attn", "log_mass") == computed(of_core(core))
+    assert saving("attn") == saving("log_mass") == saving() > saving("attn", "log_mass")
 
 
 def test_documents_are_described_as_cudnn_expects():

@@ -23,6 +23,7 @@ from meshpar.config import Positive
 from meshpar.nn.attention.core import Window, needed_scores
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Setting, of_arrays
+from meshpar.nn.remat import named
 from meshpar.parallel.local import unchecked, varying_alike
 from meshpar.parallel.scopes import declared, needed
 
@@ -140,7 +141,8 @@ def _forward(blocks: _Blocks, saves_residuals: bool, q: Any, k: Any, v: Any, seg
 
 def _forward_with_residuals(blocks: _Blocks, q: Any, k: Any, v: Any, segments: Any) -> Any:
     out, (log_mass,) = _forward(blocks, True, q, k, v, segments)
-    return out, (q, k, v, segments, out, log_mass)
+    out = named(out, "attn")
+    return out, (q, k, v, segments, out, named(log_mass, "log_mass"))
 
 
 def _backward(blocks: _Blocks, saved: Any, grad: jax.Array) -> Any:
