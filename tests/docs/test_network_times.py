@@ -47,11 +47,8 @@ def text_of(page: str) -> str:
 @pytest.mark.parametrize(
     ("sentence", "what", "axes"),
     [
-        ("which-layout: only gradients cross hosts, once a step: 6.54 GiB, {:.2f} s", (*LLAMA, GROUPS), "replica"),
-        ("which-layout: beside {:.2f} s within the host", (*LLAMA, GROUPS), "fsdp"),
-        ("which-layout: This takes {:.2f} s, since each", (*LLAMA, ALL), "fsdp"),
-        ("which-layout: with eight of them, groups need {:.2f} s", (*LLAMA, GROUPS + OFTEN), "replica fsdp"),
-        ("which-layout: `fsdp: 64` {:.2f} s.", (*LLAMA, ALL + OFTEN), "fsdp"),
+        ("which-layout: needs {:.2f} s in such groups", (*LLAMA, GROUPS + OFTEN), "replica fsdp"),
+        ("which-layout: and {:.2f} s with `fsdp: 64`", (*LLAMA, ALL + OFTEN), "fsdp"),
         ("which-layout: bytes within hosts need {:.2f} s over NVLink", (*LLAMA, ()), "tensor"),
         ("which-layout: sends 4743.77 GiB, which takes {:.0f} s", BLOOM, "fsdp"),
         ("will-it-fit: needs {:.0f} s for the bytes across", BLOOM, "fsdp"),
