@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -243,12 +244,18 @@ _in_cache_keys = jax.make_user_context(None)
 a `jax.jit` or the body of a `lax.scan`, would be reused for another one, with the constraints of the first."""
 
 
+@cache
+def _key(ctx: ParallelContext) -> object:
+    """The same object for equal contexts: JAX compares the keys of its caches at each operation that it traces."""
+    return object()
+
+
 @contextmanager
 def tracing(ctx: ParallelContext | None) -> Iterator[None]:
     """Traces the code inside the `with` block for this context, or for one device if it is None."""
     token = _current.set(ctx)
     try:
-        with _in_cache_keys(ctx):
+        with _in_cache_keys(None if ctx is None else _key(ctx)):
             yield
     finally:
         _current.reset(token)

@@ -46,8 +46,9 @@ class SequenceLayout:
         """The tokens of a row at these places, in a traced program."""
         if self.num_shards == 1:
             return places
-        length = seq_len // self.chunks.size
-        return jnp.asarray(self.chunks.reshape(-1), jnp.int32)[places // length] * length + places % length
+        length = jnp.asarray(seq_len // self.chunks.size, places.dtype)
+        chunk, inside = jax.lax.div(places, length), jax.lax.rem(places, length)  # places are not negative
+        return jnp.asarray(self.chunks.reshape(-1), jnp.int32)[chunk] * length + inside
 
     def tokens_of(self, shard: jax.Array | int, length: int) -> Int[Array, "S"]:
         """The tokens of a row that a shard of `length` tokens holds, in a traced program."""

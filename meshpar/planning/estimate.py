@@ -295,10 +295,11 @@ def work_of(prepared: Prepared) -> Work | None:
 def in_loops(step: ClosedJaxpr) -> dict[int, float]:
     """The number of a loop -> the part of the products that it and the loops inside it run; 0 for those outside."""
     found: dict[int, float] = defaultdict(float)
-    for one in traced_products(step):
+    products = traced_products(step)
+    for one in products:
         for loop in one.loops or (0,):
             found[loop] += float(one.total)
-    total = sum(float(one.total) for one in traced_products(step)) or 1.0
+    total = sum(float(one.total) for one in products) or 1.0
     return {0: 0.0} | {loop: flops / total for loop, flops in found.items()}
 
 

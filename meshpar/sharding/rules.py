@@ -13,6 +13,7 @@ One table serves parameters and activations. Three laws determine how an axis is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pydantic
@@ -194,7 +195,8 @@ class AxisRules(Config):
 Rules = Coerced[AxisRules, str | list[str] | dict[str, Any]]
 
 
-def _join(presets: Sequence[str]) -> dict[str, tuple[Any, str]]:
+@cache
+def _join(presets: tuple[str, ...]) -> dict[str, tuple[Any, str]]:
     """The joined tables of presets: dim -> (value, name of the preset that sets it)."""
     joined: dict[str, tuple[Any, str]] = {}
     problems = Problems()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import jax
@@ -12,11 +13,14 @@ import meshpar
 from meshpar.cost.flops import ProductSizes, traced_products
 from meshpar.cost.passes import passes
 from meshpar.cost.touched import Touch
+from meshpar.cost.walk import walk
 from meshpar.errors import ConfigError
 from meshpar.mesh import targets
 from meshpar.mesh.hardware import CHIPS
 from meshpar.planning import calibrate_chip, machine_file, promising
+from meshpar.planning import search as searching
 from meshpar.planning.machine import LAUNCH_S, MEMORY, StatedMachine, filled
+from meshpar.planning.rough import Probes
 from meshpar.planning.worth import Price
 from tests.unit.test_planning import RUN
 
@@ -179,3 +183,39 @@ def test_a_narrowed_space_keeps_the_choice(monkeypatch):
     narrow = meshpar.plan(RUN, "h100:2x4", fix=fix)
     assert len(narrow.found.rough) < len(whole.found.rough)
     assert narrow.ranked[0].estimate.total_s <= 1.01 * whole.ranked[0].estimate.total_s
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_plan_does_not_grow_with_layers_or_devices(monkeypatch):
+    """It traces as many equations, and estimates as many layouts of a machine whose space is narrowed."""
+    monkeypatch.setattr(promising, "MANY", 100)
+    monkeypatch.setattr(promising, "MESHES", 10)
+
+    def cost(num_layers, target, rows):
+        counts = Counter()
+        estimate, prepare = Probes.work, searching.prepare
+
+        def prepared(run, mesh):
+            counts["traces"] += 1
+            made = prepare(run, mesh)
+            counts["equations"] += sum(1 for _ in walk(made.countable_step))
+            return made
+
+        def work(probes, layout):
+            counts["estimates"] += 1
+            return estimate(probes, layout)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(searching, "prepare", prepared)
+            patched.setattr(Probes, "work", work)
+            model = RUN.model.model_copy(update={"num_layers": num_layers})
+            run = RUN.model_copy(update={"model": model, "data": RUN.data.model_copy(update={"batch_size": rows})})
+            meshpar.plan(run, target, fix=["model.remat=none", "mesh.context=1"])
+        return counts
+
+    small, deep, large = cost(4, "h100:2x8", 64), cost(32, "h100:2x8", 64), cost(4, "h100:128x8", 4096)
+    for more in (deep, large):
+        assert all(more[what] < 1.5 * small[what] for what in small), (small, deep, large)
+    monkeypatch.setattr(promising, "MANY", 10**6)
+    whole = cost(4, "h100:128x8", 4096)
+    assert whole["estimates"] > 3 * large["estimates"], "the control: a space that is not narrowed"

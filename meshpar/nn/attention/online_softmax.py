@@ -243,9 +243,13 @@ def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _block(x: jax.Array, start: jax.Array, grid: BlockGrid, dim: int = 1) -> jax.Array:
     """The tokens of one block. A row that is a single block is not cut."""
-    return x if x.shape[dim] == grid.size else lax.dynamic_slice_in_dim(x, start, grid.size, dim)
+    if x.shape[dim] == grid.size:
+        return x
+    return lax.dynamic_slice_in_dim(x, start, grid.size, dim, allow_negative_indices=False)
 
 
 def _with_block(x: jax.Array, part: jax.Array, start: jax.Array, dim: int = 1) -> jax.Array:
     """The row with other tokens in one block."""
-    return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, dim)
+    if x.shape == part.shape:
+        return part
+    return lax.dynamic_update_slice_in_dim(x, part, start, dim, allow_negative_indices=False)
