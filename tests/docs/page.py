@@ -27,7 +27,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import typer
@@ -35,6 +35,7 @@ import typer
 from meshpar import cli, federated
 from meshpar.experiment.config import load
 from meshpar.experiment.prepare import prepare
+from tests.docs.server import COMMAND, END
 from tests.xla import FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -46,64 +47,6 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = {"python", "sh", "text", "yaml"}
-END = "=== end of block ==="
-PASTE = '''
-import codeop
-
-def pasted(code, page, line):
-    """The programs that Python's prompt makes of the lines of a block and the enter key."""
-    compiler, begin, lines = codeop.CommandCompiler(), line, []
-    for number, text in enumerate([*code.splitlines(), ""], line + 1):
-        lines.append(text)
-        if (program := compiler("\\n" * begin + "\\n".join(lines), page, "single")) is not None:
-            yield program
-            begin, lines = number, []
-    if any(lines):
-        raise SyntaxError(f"{page}:{line}: the block is not complete")
-'''
-SERVER = f"""
-{PASTE}
-import gc, json, os, shlex, subprocess, sys
-import flax.nnx, meshpar, optax
-[getattr(meshpar, name) for name in meshpar.__all__]  # imports what is imported at the first use
-gc.set_threshold(100_000, 20, 20)  # as in the other tests
-sys.displayhook = lambda value: None  # the pages do not show the value of each line
-
-def run(page, program):
-    names, shell = {{"__name__": "__main__"}}, dict(os.environ)
-    background = []
-    try:
-        for language, line, code, num_lines in program:
-            if language == "python":
-                for one in pasted(code, page, line):
-                    exec(one, names)
-            elif num_lines is None:
-                subprocess.run(["bash", "-c", code], stderr=subprocess.STDOUT, env=shell)
-            else:
-                piped = {{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}}
-                background.append(subprocess.Popen(shlex.split(code), env=shell, **piped))
-                lines = [background[-1].stdout.readline() for _ in range(num_lines)]
-                print(*lines, sep="", end="")
-                if "" in lines:  # it closed its output, so it is about to end
-                    background[-1].wait(60)
-            print({END!r}, flush=True)
-    finally:
-        for process in background:
-            process.terminate()
-        ends = [process.wait() for process in background]
-    assert not any(ends), f"in the background: ended with {{ends}}"
-
-for request in sys.stdin:
-    page, program, folder, *files = json.loads(request)
-    if not (child := os.fork()):
-        os.chdir(folder)
-        for stream, name in enumerate([os.devnull, *files]):
-            os.dup2(os.open(name, os.O_RDWR), stream)
-        run(page, program)
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Runs each page in a process of its own, a fork of one that has imported everything and started nothing."""
 
 
 class Block(NamedTuple):
@@ -167,12 +110,23 @@ QUICKLY = {"XLA_FLAGS": FLAGS, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1"}
 
 
 @functools.cache
-def server(page_is_optimized: bool) -> subprocess.Popen[str]:
-    env = shell() | ({} if page_is_optimized else QUICKLY)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    started = subprocess.Popen([sys.executable, "-c", SERVER], env=env, cwd=ROOT, text=True, **pipes)
-    atexit.register(started.communicate)
-    return started
+def forking(optimized: bool) -> dict[str, str]:
+    """The environment of a page whose commands `page` and `meshpar` ask a server for a fork."""
+    env = shell() | ({} if optimized else QUICKLY)
+    folder = TemporaryDirectory()
+    address, bin_folder = f"{folder.name}/server", Path(folder.name, "bin")
+    bin_folder.mkdir()
+    for name in ("page", "meshpar"):
+        (bin_folder / name).write_text(COMMAND.format(python=sys.executable, address=address))
+        (bin_folder / name).chmod(0o700)
+    code = Path(__file__).with_name("server.py").read_text()
+    command = [sys.executable, "-c", code, address]
+    server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert server.stdout and server.stdout.readline() == "listening\n"
+    atexit.register(folder.cleanup)
+    atexit.register(server.communicate)
+    atexit.register(server.kill)
+    return env | {"PATH": f"{bin_folder}{os.pathsep}{env['PATH']}"}
 
 
 def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
@@ -181,14 +135,17 @@ def outputs(page: Path, program: list[Block], folder: Path) -> list[str]:
     JAX and XLA compile quickly, as in the other tests. A reader's XLA optimizes, which changes figures of two pages.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
-    code = [(b.language, b.line, b.code, b.num_lines) for b in program]
-    process = server(page.name in OPTIMIZED)
-    with NamedTemporaryFile("r") as printed, NamedTemporaryFile("r") as errors:
-        request = json.dumps([str(page), code, str(folder), printed.name, errors.name])
-        print(request, file=process.stdin, flush=True)
-        ended = process.stdout.readline()
-        assert ended == "0\n", errors.read()[-4000:]
-        return printed.read().split(f"{END}\n")[:-1]
+    env = forking(page.name in OPTIMIZED)
+    done = subprocess.run(
+        [f"{env['PATH'].partition(os.pathsep)[0]}/page", page],
+        input=json.dumps([(b.language, b.line, b.code, b.num_lines) for b in program]),
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split(f"{END}\n")[:-1]
 
 
 def check_outputs(page: Path, folder: Path) -> None:

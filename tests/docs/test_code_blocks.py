@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.docs.page import (
-    PASTE,
     ROOT,
     blocks,
     check_command,
@@ -22,6 +20,7 @@ from tests.docs.page import (
     commands,
     configs,
 )
+from tests.docs.server import pasted
 
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -45,11 +44,9 @@ def test_a_page_prints_what_it_shows(page, tmp_path):
 @pytest.mark.parametrize("page", [README, *DOCS], ids=_id)
 def test_each_block_of_python_can_be_pasted(page):
     """The blocks that are not run, too."""
-    reader: dict[str, Any] = {}
-    exec(PASTE, reader)  # noqa: S102
     for block in blocks(page):
         if block.language == "python":
-            assert list(reader["pasted"](block.code, str(page), block.line))
+            assert list(pasted(block.code, str(page), block.line))
 
 
 def test_the_blocks_are_formatted_but_for_empty_lines(tmp_path):

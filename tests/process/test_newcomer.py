@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import END, ROOT, Block, blocks, check_same, shell
+from tests.docs.page import ROOT, Block, blocks, check_same, shell
+from tests.docs.server import END
 
 COMMANDS = {
     "meshpar": "-c 'from meshpar.cli import main; main()'",
