@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from reference.commands import commands_page
@@ -37,10 +38,10 @@ This page lists every key of a config file of `meshpar federated`, which simulat
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "config.md": run_page,
-    "federated.md": federated_page,
-    "commands.md": commands_page,
-    "api.md": names_page,
+    "config.md": cache(run_page),
+    "federated.md": cache(federated_page),
+    "commands.md": cache(commands_page),
+    "api.md": cache(names_page),
 }
 """Name of the page in `docs/reference` -> its text."""
 

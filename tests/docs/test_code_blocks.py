@@ -51,22 +51,26 @@ def test_each_block_of_python_can_be_pasted(page):
 
 def test_the_blocks_are_formatted_but_for_empty_lines(tmp_path):
     """Ruff would put some into suites."""
-    for page in [README, *DOCS]:
-        assert unformatted(page.read_text(), tmp_path) == []
+    assert unformatted([page.read_text() for page in [README, *DOCS]], tmp_path) == []
 
 
-def unformatted(text: str, folder: Path) -> list[str]:
-    """The lines, of the page or of what Ruff makes of it, that the other does not have."""
-    copy = folder / "copy.md"
-    copy.write_text(text)
+def unformatted(texts: list[str], folder: Path) -> list[str]:
+    """The lines, of the pages or of what Ruff makes of them, that the others do not have."""
+    copies = [folder / f"{number}.md" for number in range(len(texts))]
+    for copy, text in zip(copies, texts, strict=True):
+        copy.write_text(text)
     ruff = [sys.executable, "-m", "ruff", "format", "-q", "--config", ROOT / "pyproject.toml"]
-    subprocess.run([*ruff, copy], check=True)
-    before, after = (list(filter(None, page.splitlines())) for page in (text, copy.read_text()))
-    return [line for line in difflib.ndiff(before, after) if line.startswith(("-", "+"))]
+    subprocess.run([*ruff, *copies], check=True)
+    lines: list[str] = []
+    for copy, text in zip(copies, texts, strict=True):
+        before, after = (list(filter(None, page.splitlines())) for page in (text, copy.read_text()))
+        lines += [line for line in difflib.ndiff(before, after) if line.startswith(("-", "+"))] * (before != after)
+    return lines
 
 
 def test_control_a_block_that_is_not_formatted_is_seen(tmp_path):
-    assert unformatted("```python\nx =  1\n```\n", tmp_path) == ["- x =  1", "+ x = 1"]
+    pages = ["```python\nx = 1\n```\n", "```python\nx =  1\n```\n"]
+    assert unformatted(pages, tmp_path) == ["- x =  1", "+ x = 1"]
 
 
 @pytest.mark.parametrize("line", [line for page in [README, *DOCS, *CONFIGS] for line in commands(page)])
