@@ -25,13 +25,16 @@ FIRST_WAIT_S = 0.5
 T = TypeVar("T")
 
 
-def local(path: str) -> Path:
-    """The path itself, or where the files of an address are after they were copied.
+def local(path: Path | str) -> Path:
+    """The path itself, or where the files of an address are after they were copied, once in a process.
 
     Raises:
       DataError: the store cannot be read, after `TRIES` tries; or it has no such files, or other sizes than it says.
     """
-    return _copied(path) if stored(path) else Path(path)
+    if not stored(str(path)):
+        return Path(path)
+    scheme, rest = _parts(str(path))  # a Path has one slash after the scheme
+    return _copied(f"{scheme}:{'///' if scheme == 'file' else '//'}{rest}")
 
 
 def folder() -> Path:

@@ -17,8 +17,9 @@ from meshpar.checkpoint import arrays, checksums, meta
 from meshpar.checkpoint.agree import on_all
 from meshpar.checkpoint.selection import EVERYTHING, Selection, select
 from meshpar.config import changed
-from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, Problems
+from meshpar.errors import CheckpointError, DamagedError, DamagedWarning, DataError, Problems
 from meshpar.regular_files import nearby, remote
+from meshpar.store import local
 from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 STATE = "state"
@@ -221,11 +222,16 @@ def find_all(folder: Path) -> list[Checkpoint]:
     """The checkpoints of a run.
 
     Args:
-      folder: the run's folder, the folder of its checkpoints, or one checkpoint.
+      folder: the run's folder, the folder of its checkpoints, or one checkpoint; also at an address of a store, from
+        which it is copied.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: there is none, or the store cannot be read.
     """
+    try:
+        folder = local(folder)
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
     if problem := remote(folder):
         raise CheckpointError("; ".join(problem))
     folder = folder.absolute()

@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from meshpar.errors import ConfigError, printable
-from meshpar.regular_files import remote, stored
+from meshpar.regular_files import remote
 from meshpar.store import local
 
 TRAINED = {"CONFIG|DIR", "RUN", "RUN...", "DIR"}
@@ -28,7 +28,8 @@ class _Command(typer.core.TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         for param in self.params:
             given = ctx.params.get(param.name or "")
-            if param.param_type_name == "argument" and param.metavar in TRAINED:
+            is_read = not ctx.params.get("from_hf")  # `convert` writes it then
+            if param.param_type_name == "argument" and param.metavar in TRAINED and is_read:
                 ctx.params[param.name] = given = _copied(given)
             for path in given if isinstance(given, (list, tuple)) else [given]:
                 if isinstance(path, PurePath) and (problem := remote(path)):
@@ -41,10 +42,7 @@ def _copied(given: Any) -> Any:
     """Paths with the runs at addresses of stores copied to local folders."""
     if isinstance(given, (list, tuple)):
         return [_copied(path) for path in given]
-    if not (isinstance(given, PurePath) and stored(str(given))):
-        return given
-    scheme, _, rest = str(given).partition(":/")  # a Path has one slash
-    return local(f"{scheme}:{'///' if scheme == 'file' else '//'}{rest}")
+    return local(given) if isinstance(given, PurePath) else given
 
 
 class Verbs(typer.Typer):

@@ -32,13 +32,15 @@ PathText = Coerced[str, Path]
 
 
 class Stored:
-    """Marks a path of data, which may be an address of an object store: see `meshpar.store`."""
+    """Marks a path of data or of a run to read, which may be an address of an object store: see `meshpar.store`."""
 
 
 if TYPE_CHECKING:
     DataPath = Coerced[str, Path]
+    RunPath = Coerced[Path | None, str]
 else:
     DataPath = Annotated[str, Path, Stored]
+    RunPath = Annotated[Path | None, str, Stored]
 
 
 def default(value: Any) -> Any:

@@ -31,9 +31,11 @@ def explain(root: type[pydantic.BaseModel], data: Any, invalid: pydantic.Validat
     """(dotted path, what is wrong, fix) of each error, without repetitions. The path of the whole data is empty."""
     found: list[tuple[str, str, str]] = []
     for error in invalid.errors():
-        keys, model = _locate(root, data, error["loc"])
+        keys, holder, annotation = _locate(root, data, error["loc"])
         where = ".".join(keys)
-        what, fix = _words(root, data, error, keys, model)
+        what, fix = _words(root, data, error, keys, holder if keys and not kinds(annotation) else annotation)
+        if error["type"] == "missing":
+            fix = getattr(holder, "if_missing", {}).get(keys[-1], "")
         if found and found[-1][0] == where and found[-1] != (where, what, fix) and what.startswith("expected "):
             # Each member of a union of plain types expects another one.
             expected = found.pop()[1].partition(", got ")[0]
@@ -108,8 +110,8 @@ def _paths(annotation: Any, data: Any, at: tuple[str, ...]) -> Iterator[str]:
         yield from _paths(inner, _item(data, key), (*at, key))
 
 
-def _locate(root: type[pydantic.BaseModel], data: Any, loc: tuple[Any, ...]) -> tuple[list[str], Any]:
-    """The keys of a pydantic location without its union tags, and the type that holds the last of them."""
+def _locate(root: type[pydantic.BaseModel], data: Any, loc: tuple[Any, ...]) -> tuple[list[str], Any, Any]:
+    """The keys of a pydantic location without its union tags, the type that holds the last of them, and its own."""
     keys: list[str] = []
     holder: Any = root
     annotation: Any = root
@@ -123,7 +125,7 @@ def _locate(root: type[pydantic.BaseModel], data: Any, loc: tuple[Any, ...]) -> 
         keys.append(str(part))
         annotation = item_of(annotation) if isinstance(data, (list, tuple)) else fields(holder).get(str(part), Any)
         data = _item(data, part)
-    return keys, holder if keys and not kinds(annotation) else annotation
+    return keys, holder, annotation
 
 
 def _item(data: Any, key: Any) -> Any:

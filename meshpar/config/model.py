@@ -97,6 +97,8 @@ class Config(pydantic.BaseModel, metaclass=_Documented):
 
     supplied: ClassVar[Mapping[str, str]] = {}
     """Required keys that may be missing where another key supplies them."""
+    if_missing: ClassVar[Mapping[str, str]] = {}
+    """Required key -> how it is set, or supplied, where that is not plain."""
 
     def __init__(self, /, **data: Any) -> None:
         """Checks the keys as those of a file.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,11 +11,12 @@ import pydantic
 
 from meshpar import config
 from meshpar.checkpoint.retention import Retention
-from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, Strings, default
+from meshpar.config import Coerced, Config, FilePath, Positive, RunPath, Section, Seed, Strings, default
 from meshpar.cost.memory import Widths
 from meshpar.data import Data as Tokens
 from meshpar.data.images.config import Images
-from meshpar.errors import CheckpointError, ConfigError
+from meshpar.errors import ConfigError
+from meshpar.experiment.of_init import with_model, with_tokenizer
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
 from meshpar.interop.encoder_model import EncoderModel
@@ -106,8 +106,9 @@ class Offload(Config):
 class Init(Config):
     """The source of the initial parameters: a checkpoint or a Hugging Face folder. Others are initialized at random."""
 
-    from_checkpoint: Coerced[Path | None, str] = default(None)
-    """A local checkpoint; or a run directory, whose last checkpoint is used. Relative to the working directory."""
+    from_checkpoint: RunPath = default(None)
+    """A checkpoint; or a run directory, whose last checkpoint is used. Relative to the working directory; or an address
+    such as `s3://bucket/run`, from which it is copied."""
     include: Strings = default(("params.**",))
     """Globs of the paths in the train state to restore."""
     exclude: Strings = default(())
@@ -205,24 +206,13 @@ class Run(Config):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _model_of_init(cls, data: Any) -> Any:
-        """Takes the keys of `model` that are missing from the source that `init` names, if any size is missing."""
-        if not isinstance(data, dict) or isinstance(data.get("model"), pydantic.BaseModel):
+    def _of_init(cls, data: Any) -> Any:
+        """Takes from the source that `init` names the sizes of the model, and the tokenizer of conversations."""
+        if not isinstance(data, dict):
             return data
-        model = data.get("model") or {}
         init = data.get("init")
         init = init.model_dump() if isinstance(init, Init) else init
-        if not isinstance(init, dict) or not isinstance(model, dict) or not SIZES - model.keys():
-            return data
-        if "config" in model:  # of a family, which is complete
-            return data
-        if model.get("kind") not in (None, "llama", "gpt", "family", "encoder"):
-            return data
-        found = _model_in(init, data.get("run_dir"))
-        kind = found.get("kind")
-        if kind is None or model.get("kind", kind) != kind:
-            return data
-        return data | {"model": found | model}
+        return with_tokenizer(with_model(data, init), init) if isinstance(init, dict) else data
 
     @pydantic.field_validator("run_dir", mode="before")
     @classmethod
@@ -253,38 +243,6 @@ class Run(Config):
             dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
             strict=self.strict,
         )
-
-
-SIZES = {"num_layers", "hidden_size", "num_heads", "intermediate_size"}
-"""Keys that a `model` of meshpar's needs; where one is missing, `init` may name a model that has them."""
-
-
-def _model_in(init: dict[str, Any], run_dir: Any) -> dict[str, Any]:
-    """The `model` of the folder or of the checkpoint that `init` names; empty if it names none.
-
-    Raises:
-      CheckpointError: it is not there, and there is no checkpoint in `run_dir`: a run that resumes needs no source.
-    """
-    folder, checkpoint = init.get("from_hf"), init.get("from_checkpoint")
-    try:
-        if isinstance(folder, (str, Path)):
-            from meshpar.interop.open_folder import open_folder
-
-            return open_folder(Path(folder)).model.model_dump(mode="json")
-        return _model_of(checkpoint) if isinstance(checkpoint, (str, Path)) else {}
-    except CheckpointError:
-        if isinstance(run_dir, (str, Path)):
-            with suppress(CheckpointError):
-                return _model_of(run_dir)
-        raise
-
-
-def _model_of(checkpoint: str | Path) -> dict[str, Any]:
-    from meshpar.checkpoint.saved import find
-
-    config = find(Path(checkpoint), include=()).meta.get("config")
-    found = config.get("model") if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
 
 
 def load(path: Path | str, overrides: Sequence[str] | str = ()) -> Run:

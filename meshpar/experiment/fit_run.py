@@ -135,7 +135,7 @@ class _Fit:
                 order = order_of(run, beginning.source)
             saved.about = replace(self.about, first_row=order.first, order=order.as_json())
             if self._prints:
-                say(announce.start(self.prepared))
+                say(announce.start(self.prepared) + announce.encoded_by(run.data))
             loop = self._loop(records, saved, copies, order)
             state = beginning.state() if beginning else self.prepared.compile_init()()
             first, restored = int(state.step), beginning.record() if beginning else {}

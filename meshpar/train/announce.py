@@ -11,9 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from meshpar.data.chat.rendered import Rendered
 from meshpar.data.corpus import Batching
 from meshpar.data.rows.config import RowData
 from meshpar.data.rows.spec import COUNTED
+from meshpar.data.tokenizer import TokenizerFile
 from meshpar.mesh.layout import describe_sizes
 from meshpar.train.training import Training
 
@@ -68,6 +70,20 @@ def nothing(run_dir: Path, step: int, changed: Mapping[str, list[Any]]) -> str:
         lines.append(f"  changed since then: {changes}")
     lines.append(f"  run_dir=... starts a new run; num_steps=..., above {step}, continues the old one")
     return "\n".join(lines)
+
+
+def encoded_by(data: Batching | RowData) -> str:
+    """Which tokenizer and template conversations have, to be added to `start`; empty for other data.
+
+    >>> from meshpar.data import Chat
+    >>> encoded_by(Chat(path="chats.jsonl", tokenizer="model/tokenizer.json"))
+    '; tokenizer model/tokenizer.json'
+    """
+    corpora = (
+        [] if isinstance(data, RowData) else [corpus for _, corpus in data.sources if isinstance(corpus, Rendered)]
+    )
+    names = dict.fromkeys(corpus.tokenizer.path for corpus in corpora if isinstance(corpus.tokenizer, TokenizerFile))
+    return f"; tokenizer {', '.join(names)}" if names else ""
 
 
 def source(data: Batching | RowData) -> str:

@@ -163,7 +163,7 @@ def test_a_name_of_the_hub_is_not_downloaded(folder, command):
         ("train", "s3://b/c.yaml"), ("train", "config.yaml", "--profile=gs://b/p"), ("watch", "s3://b/run"),
         ("inspect", "config.yaml", "--html", "s3://b/a.html"), ("convert", "config.yaml", "--to-hf=hf://me/model"),
         ("checkpoint", "ls", "http://b/run"), ("explain", "config.yaml", "--svg=s3://b/a.svg"),
-        ("bench", "collectives", "--plot=s3://b/a.svg"),
+        ("bench", "collectives", "--plot=s3://b/a.svg"), ("convert", "s3://b/run", "--from-hf=hf"),
         ("launch", "--processes=2", "--logs=s3://b/logs", "--", "train", "config.yaml"),
     ],
 )  # fmt: skip
@@ -181,6 +181,6 @@ def test_python_takes_only_local_paths_too(folder):
         pass
     with pytest.raises(ConfigError, match="s3://b/profile is a remote address"):
         fit(run, profile="s3://b/profile")
-    with pytest.raises(CheckpointError, match="s3://b/run is a remote address"):
-        find(Path("s3://b/run"))
+    with pytest.raises(CheckpointError, match="http://b/run is a remote address"):
+        find(Path("http://b/run"))
     assert list(folder.iterdir()) == []

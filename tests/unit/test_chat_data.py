@@ -14,6 +14,7 @@ import pytest
 from meshpar.data import Chat
 from meshpar.data.chat.conversations import read
 from meshpar.errors import ConfigError, DataError, DataWarning
+from meshpar.experiment.config import Run
 from tests.chats import CHATML, CITIES, UNMARKED, conversations, write_lines, write_tokenizer
 
 LINES = conversations(12)
@@ -192,9 +193,9 @@ def test_all_problems_of_a_file_are_reported_at_once(folder, tmp_path):
         assert re.search(what, str(raised.value)), what
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+READS = "{{ messages.__class__.__mro__ }}"
 TEMPLATES = {
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "takes longer than 0.3 s",
-    "{{ messages.__class__.__mro__ }}": "unsafe",
     "{% set n = 20000000 %}{{ 'x' * n }}": "writes more than 10000000 characters",
     "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}": "writes more than 10000000 characters",
     "{% set n = 9 ** 99 %}{{ 9 ** n }}": "takes (too much memory|longer than)",
@@ -269,6 +270,53 @@ def test_a_template_that_does_not_teach_to_stop_is_warned_of(folder, tmp_path):
     write_tokenizer(tmp_path / "model", marked)
     with pytest.warns(DataWarning, match="it does not learn to stop"):
         chat(tmp_path, "model", path=str(folder / "chats.jsonl")).examples()
+
+
+FAULTS = {
+    "marked": ({"messages": [USER]}, "faults.jsonl:1", "has no message of the assistant"),
+    "unmarked": ({"messages": [USER | {"role": "robot"}, ANSWER]}, "faults.jsonl:1", "has the unknown role 'robot'"),
+    "loops": ({"messages": [USER, ANSWER]}, "", "takes longer than 0.3 s"),
+    "reads": ({"messages": [USER, ANSWER]}, "", "unsafe"),
+}
+"""Model -> a line, where the fault is, and what it is."""
+
+
+@pytest.mark.parametrize("model", FAULTS)
+def test_a_fault_ends_with_exit_code_2_and_a_message(model, folder, tmp_path, command, monkeypatch):
+    monkeypatch.setattr("meshpar.data.chat.sandbox.LONGEST_S", 0.3)
+    line, where, what = FAULTS[model]
+    write_tokenizer(folder / "loops", LOOPS)
+    write_tokenizer(folder / "reads", READS)
+    path = write_lines(tmp_path / "faults.jsonl", [line])
+    (tmp_path / "chat.yaml").write_text(RUN)
+    tokenizer = f"data.tokenizer={folder / model / 'tokenizer.json'}"
+    said = command("data", "show", tmp_path / "chat.yaml", f"data.path={path}", tokenizer)
+    assert said.code == 2
+    assert where in said.err and what in said.err and "Traceback" not in said.err
+
+
+SIZES = {"kind": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32}
+OF_RUN: dict[str, Any] = {"model": SIZES, "optim": {"kind": "adamw", "lr": 1e-2}, "num_steps": 2}
+
+
+@pytest.mark.parametrize("kind", ["chat", "preferences", "prompts", "mixture"])
+def test_conversations_have_the_tokenizer_of_the_model_of_init(kind, folder, tmp_path):
+    data: dict[str, Any] = {"kind": kind, "path": "chats.jsonl"}
+    if kind == "mixture":
+        data = {"kind": kind, "parts": [{"weight": 1, "data": data | {"kind": "chat"}}]}
+    run = OF_RUN | {"data": data, "run_dir": str(tmp_path)}
+    of_model = {"from_hf": str(folder / "marked")}
+    assert Run(**run, init=of_model).data.tokenizer.path == str(folder / "marked" / "tokenizer.json")
+    if kind == "chat":
+        own = {"tokenizer": str(folder / "unmarked" / "tokenizer.json")}
+        assert Run(**run | {"data": data | own}, init=of_model).data.tokenizer.path == own["tokenizer"]
+    for init in (None, {"from_hf": str(folder)}):
+        with pytest.raises(
+            ConfigError, match=r"required, but missing\n.*data\.tokenizer=FOLDER/tokenizer\.json; or an"
+        ):
+            Run(**run, init=init)
+    write_tokenizer(tmp_path / "hugging_face")  # where a run keeps the files of its model
+    assert Run(**run, init={"from_hf": "gone"}).data.tokenizer.path == str(tmp_path / "hugging_face/tokenizer.json")
 
 
 # what a person sees -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date as Date
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import field_validator
 
@@ -22,9 +22,14 @@ from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 class Rendered(AtPath, Corpus):
     """Files with a JSON object per line, which the chat template beside the tokenizer renders."""
 
+    if_missing: ClassVar = {
+        "tokenizer": "data.tokenizer=FOLDER/tokenizer.json; or an init whose model has one, which is the default then"
+    }
+
     glob: str = "**/*.jsonl"
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
-    """The `tokenizer.json` of the model. The files beside it have the template and the ids at which the model stops."""
+    """The `tokenizer.json` of the model. The files beside it have the template and the ids at which the model stops.
+    Default in a run: that of the model that `init` names."""
     date: str | None = None
     """What a template that writes today's date writes: `2026-11-26`. Default: such a template is refused."""
     template_options: dict[str, Any] = default({})
