@@ -20,7 +20,7 @@ from meshpar.experiment.config import Init, Run
 from meshpar.experiment.prepare import Prepared
 from meshpar.inspection.report.table import table
 from meshpar.interop.export import check_free, whole_or_not
-from meshpar.interop.folder import MODEL_FILES
+from meshpar.interop.folder import MODEL_FILES, SOURCE
 from meshpar.models.decoder import DecoderModel
 from meshpar.nn.compressed import Factors, LowRankKernel, factorize, quantize
 from meshpar.nn.quantized_kernel import Quantized
@@ -93,7 +93,8 @@ def compress(
         model = quantized
     with whole_or_not(folder) as made:
         if (saved.run_dir / MODEL_FILES).is_dir():
-            shutil.copytree(saved.run_dir / MODEL_FILES, made / MODEL_FILES)
+            other = shutil.ignore_patterns(SOURCE)  # whose weights are others
+            shutil.copytree(saved.run_dir / MODEL_FILES, made / MODEL_FILES, ignore=other)
         # Kernels that LoRA adapted or that were pruned may be codes or factors now.
         # Another run directory starts from this one: its codes are frozen, and must not be random.
         init = Init(from_checkpoint=folder)

@@ -20,23 +20,25 @@ from meshpar.data.corpus import Batching
 from meshpar.data.rows.config import RowData
 from meshpar.data.special_tokens import end_ids, special_tokens
 from meshpar.data.tokenizer import Tokenizer
-from meshpar.errors import CheckpointError, ConfigError
+from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.experiment.start import from_files
 from meshpar.interop.encoder_model import EncoderModel, export_encoder
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
 from meshpar.interop.family_model import FamilyModel, export_family
-from meshpar.interop.folder import MODEL_FILES
+from meshpar.interop.family_peft import write_family_adapter
+from meshpar.interop.folder import MODEL_FILES, SOURCE, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained
 from meshpar.interop.open_folder import open_folder
-from meshpar.interop.peft import files_of
+from meshpar.interop.peft import files_of, is_adapter
 from meshpar.interop.peft_export import write_adapter
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.compressed import dense, dequantized
 from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
 from meshpar.parallel.strategies import Parallel
+from meshpar.records.file import FILE, read
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import LossConfig
 from meshpar.train.preferences import OfAnswers
@@ -92,6 +94,8 @@ def from_hf(folder: Path | str, run_dir: Path | str, overrides: Sequence[str] = 
         (made / MODEL_FILES).mkdir()
         (made / MODEL_FILES / CONFIG).write_text(json.dumps(pretrained.config, indent=2) + "\n")
         copy_companions(pretrained.folder, made / MODEL_FILES)
+        if not is_adapter(folder):  # which is merged
+            (made / MODEL_FILES / SOURCE).write_text(json.dumps({"folder": str(folder.resolve())}) + "\n")
         plain = run_of(pretrained, run_dir, run_dir / MODEL_FILES).model_copy(
             update={"init": Init(from_checkpoint=run_dir)}
         )
@@ -202,7 +206,8 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
 
     Args:
       source: a run directory, or the config of a run.
-      base: the base model's folder or name, for readers of the adapter. Default: `init.from_hf`.
+      base: the base model's folder or name, for readers of the adapter. Default: `init.from_hf`, or the folder that was
+        converted into the run or into the one that it began with.
 
     Raises:
       CheckpointError: the folder exists, there is no checkpoint, it has no LoRA, or PEFT has no form for it.
@@ -214,16 +219,51 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
     params = flatten_with_paths(nested)
     if run.lora is None:
         raise CheckpointError(f"{saved.folder} was trained without LoRA; export with --format hf")
+    if isinstance(run.model, FamilyModel):
+        base = base or base_of(run, saved.run_dir)
+        write_family_adapter(folder, run.model, run.lora, params, base, _companions(run, saved))
+        return
     if not (model := run.model.hugging_face()):
-        raise CheckpointError(f"{saved.folder} holds {model.because}")
+        what = f"{saved.folder} holds {model.because}"
+        raise CheckpointError(f"{what}, whose parameters have no names in PEFT")
     if model.low_rank:
         raise CheckpointError(f"{saved.folder} adapts a compressed model, which PEFT has not; export with --format hf")
-    if base is None and not (run.init and run.init.from_hf):
-        raise ConfigError("base: the run did not start from a Hugging Face folder; name the base model's, by --base")
-    base = base or str(run.init.from_hf.resolve())  # pyright: ignore
+    base = base or base_of(run, saved.run_dir)
     params = dequantized(model.abstract(), params)  # DoRA's magnitudes are norms of the kernels
     model = model.model_copy(update={"weights": None})
     write_adapter(folder, model, run.lora, params, base, _companions(run, saved))
+
+
+def base_of(run: Run, run_dir: Path) -> str:
+    """The folder with the weights that a run's LoRA adapts.
+
+    Raises:
+      ConfigError: they are in no folder that is known.
+    """
+    init = run.init
+    if init and init.from_hf and not is_adapter(init.from_hf):
+        return str(init.from_hf.resolve())
+    kept, began = run_dir / MODEL_FILES, _began_with(run, run_dir)
+    if began and began.name == "0" and (kept / SOURCE).is_file():
+        return str(read_json(kept, SOURCE, Problems()).get("folder"))
+    if init and init.from_hf:
+        what, fix = f"{init.from_hf}, an adapter that was merged", f"meshpar convert RUN --from-hf {init.from_hf}, and "
+    else:
+        what, fix = str(began or "random weights"), ""
+    fix += f"meshpar export {began or 'RUN'} FOLDER --format hf"
+    raise ConfigError(f"base: the run began with {what}, which no folder holds; {fix} writes one, for --base FOLDER")
+
+
+def _began_with(run: Run, run_dir: Path) -> Path | None:
+    """The checkpoint with which a run began, if it began with one."""
+    init = run.init
+    if not (init and init.from_checkpoint):
+        return None
+    if init.from_checkpoint.resolve() == run_dir.resolve():  # as `convert` wrote it
+        return run_dir / FOLDER / "0"
+    records = read(run_dir / FILE) if (run_dir / FILE).is_file() else []
+    sources = [record["source"] for record in records if record["kind"] == "restored" and record["step"] == 0]
+    return Path(sources[0]) if sources else init.from_checkpoint
 
 
 def _companions(run: Run, saved: Saved) -> Path | None:
@@ -300,7 +340,12 @@ def _restored(source: Path) -> tuple[Run, Prepared, Any, Saved]:
         run = run.model_copy(update={"data": NoData(**_batches(run))})
     permit_code(run, run_dir)
     prepared = _without_files(run)
-    return run, prepared, restore_params(saved, prepared.placement.structs.params), Saved(run_dir, saved)
+    return (
+        run,
+        prepared,
+        restore_params(saved, prepared.placement.structs.params),
+        Saved(saved.folder.parents[1], saved),
+    )
 
 
 def _without_files(run: Run) -> Prepared:

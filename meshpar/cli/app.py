@@ -42,7 +42,7 @@ def _copied(given: Any) -> Any:
     """Paths with the runs at addresses of stores copied to local folders."""
     if isinstance(given, (list, tuple)):
         return [_copied(path) for path in given]
-    return local(given) if isinstance(given, PurePath) else given
+    return local(Path(given)) if isinstance(given, PurePath) else given
 
 
 class Verbs(typer.Typer):

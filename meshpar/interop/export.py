@@ -18,7 +18,7 @@ import numpy as np
 from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import CheckpointError, Problems
 from meshpar.interop import architectures
-from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
+from meshpar.interop.folder import MODEL_FILES, SOURCE, check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of, numbered
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
@@ -99,7 +99,7 @@ def keep_model_files(source: Path, run_dir: Path) -> None:
     if kept.exists() or not (source / CONFIG).is_file():
         return
     with whole_or_not(kept) as made:
-        copy_companions(source, made, (CONFIG, *COMPANIONS))
+        copy_companions(source, made, (CONFIG, SOURCE, *COMPANIONS))
 
 
 def copy_companions(source: Path | None, to: Path, patterns: Sequence[str] = COMPANIONS) -> None:

@@ -13,6 +13,8 @@ from meshpar.regular_files import open_regular
 LONGEST_JSON = 100_000_000
 MODEL_FILES = "hugging_face"
 """The folder in a run directory with the `config.json`, the tokenizer and the chat template of the run's model."""
+SOURCE = "source.json"
+"""The file in it that names the folder which was converted."""
 
 
 def check_inside(folder: Path, name: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,13 @@ from meshpar.nn.lora import MAGNITUDE, NAME, LoRA, Size
 Place = tuple[int, ...]
 
 
+class Adapted(NamedTuple):
+    """A matrix of Hugging Face, and the places in our parameters and the complete name of each of its tensors."""
+
+    foreign: Foreign
+    numbered: Sequence[tuple[Place, str]]
+
+
 def write_adapter(
     folder: Path, model: DecoderModel, lora: LoRA, params: Mapping[str, jax.Array], base: str, companions: Path | None
 ) -> None:
@@ -43,32 +50,42 @@ def write_adapter(
     Raises:
       CheckpointError: the folder exists; or what is adapted has no form in PEFT.
     """
-    shapes = layer_shapes(model)
-    found = _adapted(model, config_of(model, companions)["model_type"], params)
-    if experts := [name for name, _ in found if EXPERT in name]:
+    named = names_of(model, config_of(model, companions)["model_type"])
+    if experts := [name for name, foreign in named if EXPERT in name and projections_in(foreign, params)]:
         raise CheckpointError(f"{experts[0]}: updates of experts are not written; export with --format hf")
-    if len({foreign.outputs_first for _, foreign in found}) != 1:
+    matrices = [Adapted(foreign, [*numbered(name, foreign, model)]) for name, foreign in named]
+    write_matrices(folder, matrices, layer_shapes(model), lora, params, base, companions)
+
+
+def write_matrices(
+    folder: Path, matrices: Sequence[Adapted], shapes: Mapping[str, Shape], lora: LoRA, params: Mapping[str, jax.Array],
+    base: str, companions: Path | None,
+) -> None:  # fmt: skip
+    """Writes the updates of those matrices that have one, see `write_adapter`.
+
+    Args:
+      shapes: of the parameters in a layer, by path.
+      params: by path; of the kernel `x.kernel` the update is at `x.lora`.
+    """
+    found = [one for one in matrices if projections_in(one.foreign, params)]
+    if len({one.foreign.outputs_first for one in found}) != 1:
         raise CheckpointError("some adapted matrices are [in, out] and others [out, in]; export with --format hf")
     modules: dict[str, Size] = {}
     tensors: list[Written] = []
-    for name, foreign in found:
+    for foreign, places in found:
         update = _Update(foreign, shapes, params, lora)
-        for place, complete in numbered(name, foreign, model):
+        for place, complete in places:
             module = complete.removesuffix(".weight")
             modules[module] = update.size
             tensors += update.written(module, place)
     with whole_or_not(folder) as made:
-        config = _config(lora, modules, base, found[0][1])
+        config = _config(lora, modules, base, found[0].foreign)
         (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(companions, made)
         write(made / ADAPTER, tensors)
 
 
-def _adapted(model: DecoderModel, kind: str, params: Mapping[str, Any]) -> list[tuple[str, Foreign]]:
-    return [(name, foreign) for name, foreign in names_of(model, kind) if _projections(foreign, params)]
-
-
-def _projections(foreign: Foreign, params: Mapping[str, Any]) -> list[str]:
+def projections_in(foreign: Foreign, params: Mapping[str, Any]) -> list[str]:
     """The parts of a matrix that have an update: the paths of their kernels."""
     return [path for path in foreign.parts if path.endswith(".kernel") and f"{_lora(path)}.a" in params]
 
@@ -110,7 +127,7 @@ class _Update:
     @property
     def size(self) -> Size:
         """The ranks of all parts, and the scale of the first one."""
-        sizes = [self.lora.size(_projection(path)) for path in _projections(self.foreign, self.params)]
+        sizes = [self.lora.size(_projection(path), path) for path in projections_in(self.foreign, self.params)]
         return Size(sum(size.rank for size in sizes), sizes[0].scale)
 
     def written(self, module: str, place: Place) -> Iterator[Written]:
@@ -118,7 +135,7 @@ class _Update:
         first, *others = self.foreign.parts
         size_in = math.prod(self.shapes[first][: self.foreign.inputs])
         size_out = sum(math.prod(self._outputs(part)) for part in (first, *others))
-        dtype = np.dtype(self.params[f"{_lora(_projections(self.foreign, self.params)[0])}.a"].dtype)
+        dtype = np.dtype(self.params[f"{_lora(projections_in(self.foreign, self.params)[0])}.a"].dtype)
         rank, make = self.size.rank, partial(self._matrices, place)
         yield Written(f"{PREFIX}{module}.lora_A.weight", dtype, (rank, size_in), lambda: make()[0])
         yield Written(f"{PREFIX}{module}.lora_B.weight", dtype, (size_out, rank), lambda: make()[1])
@@ -130,14 +147,14 @@ class _Update:
         """A [rank, in] and B [out, rank] of one layer; B has a block for each part."""
         lefts: list[np.ndarray] = []
         rights: list[np.ndarray] = []
-        adapted = _projections(self.foreign, self.params)
+        adapted = projections_in(self.foreign, self.params)
         for path in self.foreign.parts:
             shape_in, shape_out = self.shapes[path][: self.foreign.inputs], self._outputs(path)
             if path not in adapted:
                 lefts.append(np.zeros((math.prod(shape_out), 0)))
                 continue
             a, b = (self._array(f"{_lora(path)}.{one}", place) for one in "ab")
-            ratio = self.lora.size(_projection(path)).scale / self.size.scale
+            ratio = self.lora.size(_projection(path), path).scale / self.size.scale
             rights.append(a[_without_padding(shape_in)].reshape(-1, a.shape[-1]).T)
             left = b[(slice(None), *_without_padding(shape_out))].reshape(b.shape[0], -1).T
             lefts.append(left if ratio == 1 else left * np.asarray(ratio, left.dtype))

@@ -384,3 +384,43 @@ def test_the_library_loads_what_is_written_with_the_same_logits(base, tmp_path):
     convert.to_peft(tmp_path / "run", tmp_path / "again")
     tokens = np.arange(12).reshape(2, 6)
     np.testing.assert_allclose(logits_of_peft(tmp_path / "again", tokens), our_logits(adapter, tokens), atol=1e-4)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "gemma2": ("Gemma2", {"head_dim": 8, "num_key_value_heads": 2}, ["layers.*.attn.*", "layers.*.mlp.down"]),
+    "pythia": ("GPTNeoX", {}, ["layers.*.attn.*", "layers.*.mlp.up"]),
+}
+
+
+@pytest.mark.slow
+@OF_THE_LIBRARY
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True, "rank_pattern": {"**.down": 3, "**.up": 3}}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_updates_of_a_family_are_written_under_the_names_of_its_folder(family, settings, tmp_path):
+    name, sizes, paths = FAMILIES[family]
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+    config = getattr(transformers, f"{name}Config")(intermediate_size=24, max_position_embeddings=32, **sizes)
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "base")
+    convert.from_hf(tmp_path / "base", tmp_path / "converted", ["mesh.data=8"])
+    run = meshpar.Run(
+        init={"from_checkpoint": tmp_path / "converted"}, lora={"rank": 2, "alpha": 3, "paths": paths, **settings},
+        data={"kind": "synthetic", "batch_size": 8, "seq_len": 8, "vocab_size": 32}, mesh={"fsdp": 8}, rules=["fsdp"],
+        optim={"kind": "adamw", "lr": 0.1}, num_steps=2, run_dir=tmp_path / "run", loggers=[],
+    )  # fmt: skip  # pyright: ignore
+    with jax.numpy_dtype_promotion("standard"):
+        meshpar.fit(run, json=True)
+        convert.to_hf(tmp_path / "run", tmp_path / "merged")
+        convert.to_peft(tmp_path / "run", tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(
+        tmp_path / "base"
+    )
+    tokens = np.arange(12).reshape(2, 6)
+    logits = []
+    for folder in ("base", "merged"):
+        with torch.no_grad():
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            logits.append(model(torch.tensor(tokens)).logits.numpy())
+    found = logits_of_peft(tmp_path / "adapter", tokens)
+    assert abs(found - logits[0]).max() > 1e-2
+    np.testing.assert_allclose(found, logits[1], rtol=0, atol=1e-4)

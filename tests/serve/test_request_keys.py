@@ -185,6 +185,7 @@ WORKS: dict[str, Any] = {
 NEEDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "seed": 1}, "seed": {"temperature": 1.0}, "temperature": {"seed": 1},
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
+    "max_completion_tokens": {"max_tokens": None},
     "frequency_penalty": {"max_tokens": 20}, "presence_penalty": {"max_tokens": 20},
     "repetition_penalty": {"max_tokens": 20},
     "top_k": {"temperature": 9.0, "seed": 1}, "min_p": {"temperature": 9.0, "seed": 1},
@@ -251,6 +252,19 @@ WRONG = {
     "logprobs: Input should be less": {"logprobs": 21},
     "echo: is not streamed": {"echo": True, "stream": True},
     "max_tokens: with 0 there is no answer": {"max_tokens": 0},
+    "stop_token_ids: 9999 is outside of the model's vocabulary": {"stop_token_ids": [9999]},
+    "stream_options: has no effect without stream": {"stream_options": {"include_usage": True}},
+    "stream_options.include_obfuscation: Input should be False": {
+        "stream": True,
+        "stream_options": {"include_obfuscation": True},
+    },
+}
+OF_CHATS = {
+    "top_logprobs: has no effect without logprobs": {"top_logprobs": 2},
+    "max_tokens: is max_completion_tokens by its earlier name": {"max_tokens": 2, "max_completion_tokens": 3},
+    "reads no gretting, messages; leave": {
+        "chat_template_kwargs": {"gretting": "Hi", "messages": [], "greeting": "Yes"}
+    },
 }
 
 
@@ -260,8 +274,9 @@ def test_wrong_values_of_these_keys_are_refused(served):
             reply = await client.complete(PROMPT, **body)
             assert reply.status == 400, body
             assert message in reply.json["error"]["message"], body
-        reply = await client.post("/v1/chat/completions", messages=MESSAGES, top_logprobs=2)
-        assert "top_logprobs: has no effect without logprobs" in reply.json["error"]["message"]
+        for message, body in OF_CHATS.items():
+            reply = await client.post("/v1/chat/completions", messages=MESSAGES, **body)
+            assert message in reply.json["error"]["message"], body
 
     served.run(scene)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,8 @@ from meshpar.regular_files import open_regular
 TEMPLATE = "chat_template.jinja"
 TOOL_USE = "additional_chat_templates/tool_use.jinja"
 """The template for chats with tools, if it is another one."""
+OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""The variables that are not options."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message for the thoughts before an answer: templates read the first, or the second."""
 
@@ -66,6 +68,12 @@ class ChatTemplate:
     def marks_answers(self, with_tools: bool = False) -> bool:
         """Whether it marks the parts that the model generates, by `{% generation %}`."""
         return re.search(r"\{%[-+]?\s*generation\b", self._for(with_tools)) is not None
+
+    def unread(self, options: Iterable[str]) -> list[str]:
+        """The variables that change nothing: it does not read them, or they are those that `rendered` sets."""
+        texts = (self.text, self.tool_use or "")
+        is_read = lambda name: any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+        return [name for name in options if name in OWN or not is_read(name)]
 
     def reads_the_date(self, with_tools: bool = False) -> bool:
         """Whether it may write the date of today."""

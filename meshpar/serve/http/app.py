@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -85,6 +86,7 @@ class Endpoints:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
             Route("/health", self.health),
             Route("/metrics", self.prometheus),
             *(Route(path, self.page) for path in PAGE),
@@ -113,6 +115,9 @@ class Endpoints:
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions", code="no_chat_template")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = body.chat_template_kwargs
+        if unread := self.template.unread(options or ()):
+            what = f"chat_template_kwargs: the model's template reads no {', '.join(unread)[:100]}; leave it out"
+            raise ApiError(400, what, "chat_template_kwargs")
         toolbox, grammar = await asyncio.to_thread(self._toolbox, body, self.template, tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if toolbox else None
         prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, tools=tools, options=options)
@@ -150,9 +155,25 @@ class Endpoints:
     async def models(self, http: HttpRequest) -> Response:
         """`/v1/models`."""
         self._authorize(http)
+        return JSONResponse({"object": "list", "data": self._models})
+
+    async def one_model(self, http: HttpRequest) -> Response:
+        """`/v1/models/NAME`."""
+        self._authorize(http)
+        name = http.path_params["name"]
+        if found := [model for model in self._models if model["id"] == name]:
+            return JSONResponse(found[0])
+        raise self._no_model(name)
+
+    @property
+    def _models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "created": 0, "owned_by": "meshpar"}
         adapters = [{"id": name, **about, "parent": self.name} for name in self.adapters]
-        return JSONResponse({"object": "list", "data": [{"id": self.name, **about}, *adapters]})
+        return [{"id": self.name, **about}, *adapters]
+
+    def _no_model(self, name: str) -> ApiError:
+        known = ", ".join(repr(model["id"]) for model in self._models)
+        return ApiError(404, f"there is no model {name[:100]!r}, only {known}", "model", "model_not_found")
 
     async def health(self, http: HttpRequest) -> Response:
         """`/health`: whether requests are accepted, and how many slots and pages are used."""
@@ -181,10 +202,8 @@ class Endpoints:
         self, http: HttpRequest, body: Body, prompts: Sequence[Sequence[int]], shape: Shape, max_tokens: int | None,
         grammar: Grammar | None = None,
     ) -> Response:  # fmt: skip
-        names = (self.name, *self.adapters)
-        if body.model not in (None, *names):
-            known = ", ".join(map(repr, names))
-            raise ApiError(404, f"there is no model {body.model!r}, only {known}", "model", "model_not_found")
+        if body.model not in (None, self.name, *self.adapters):
+            raise self._no_model(body.model)
         grammar = grammar or await asyncio.to_thread(self._grammar, body)
         requests = self._requests(body, prompts, max_tokens, grammar)
         answers = self.service.submit(requests, body.stop, body.n or 1, body.stop_token_ids or ())
@@ -219,9 +238,10 @@ class Endpoints:
             raise ApiError(
                 400, "echo: this server computes no log-probabilities of prompts; leave out logprobs", "echo"
             )
-        if outside := [token for token in adjustment.bias if token >= self.vocab_size]:
-            what = f"logit_bias: {outside[0]} is outside of the model's vocabulary of {self.vocab_size}"
-            raise ApiError(400, what, "logit_bias")
+        for key, tokens in {"logit_bias": adjustment.bias, "stop_token_ids": body.stop_token_ids or ()}.items():
+            if outside := [token for token in tokens if token >= self.vocab_size]:
+                what = f"{key}: {outside[0]} is outside of the model's vocabulary of {self.vocab_size}"
+                raise ApiError(400, what, key)
         repeated = [prompt for prompt in prompts for _ in range(num_answers)]
         longest = [self._max_tokens(prompt, max_tokens) for prompt in repeated]
         return [

@@ -6,7 +6,7 @@ A key of OpenAI's API that is not supported is refused, unless its value is the 
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
-    include_obfuscation: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Structured(BaseModel):
@@ -100,6 +100,12 @@ class Body(BaseModel):
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _streams(self) -> Body:
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options: has no effect without stream; add stream: true")
+        return self
 
     @field_validator("logit_bias")
     @classmethod
@@ -221,7 +227,7 @@ def _problem(kind: type[BaseModel], error: Any) -> tuple[str | None, str]:
     where = ".".join(str(part)[:100] for part in error["loc"])
     what = str(error["msg"]).removeprefix("Value error, ")[:500]
     if error["type"] == "extra_forbidden":
-        near = nearest(where, kind.model_fields)
+        near = nearest(where, kind.model_fields) if len(error["loc"]) == 1 else None
         what = "unknown key" + (f"; did you mean {near}?" if near else "")
     return (where, f"{where}: {what}") if where else (None, what)
 

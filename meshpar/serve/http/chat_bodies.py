@@ -140,6 +140,8 @@ class ChatBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
+        if self.max_tokens and self.max_completion_tokens:
+            raise ValueError("max_tokens: is max_completion_tokens by its earlier name; leave one of them out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: has no effect without logprobs; add logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
