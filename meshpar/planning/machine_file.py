@@ -77,10 +77,10 @@ class MachineFile(Config):
             problems.add(
                 "chip", f"no chip is called {self.chip!r}", (near and f"did you mean {near}?") or ", ".join(known)
             )
-            problems.raise_any(ConfigError, f"--target {name}:")
         is_tpu = self.chip in targets.TPUS
         shape = (self.hosts * self.devices_per_host,) if is_tpu else (self.hosts, self.devices_per_host)
-        chip = next(chip for chip in targets.CHIPS if chip.name == known[self.chip])
+        # The figures of an unknown chip are read all the same, so that all problems are said at once.
+        chip = next((chip for chip in targets.CHIPS if chip.name == known.get(self.chip)), targets.CHIPS[0])
 
         def figure(key: str, unit: Callable[[str], float | None], example: str, default: float) -> float:
             text = getattr(self, key)

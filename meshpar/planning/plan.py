@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,16 +16,16 @@ from typing import Any, Self
 
 from meshpar.config import to_yaml
 from meshpar.data.rows.config import RowData
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, Problems
 from meshpar.experiment.config import Run, as_run
 from meshpar.mesh import targets
 from meshpar.planning import machine_file, measured
 from meshpar.planning.alternatives import FARTHEST, Alternative, alternatives
 from meshpar.planning.compiled import Compiled, compiled, table_of
-from meshpar.planning.constraints import constrained
+from meshpar.planning.constraints import constrained, fixed
 from meshpar.planning.machine import Machine, StatedMachine
 from meshpar.planning.mixed import MixedMachine
-from meshpar.planning.search import Candidate, Found, pareto, search
+from meshpar.planning.search import Candidate, Found, pareto, refusal, search
 from meshpar.planning.worth import Price, costs, sensitivity, uncertainty
 from meshpar.tree import human_bytes, human_time, parse_bytes
 
@@ -210,20 +211,23 @@ def plan(
       4
     """
     run = as_run(run)
-    if tokens is not None and tokens <= 0:
-        raise ConfigError(f"tokens={tokens:g}: costs are those of a positive number of tokens, as in tokens=15e12")
-    if tokens is not None and not _has_tokens(run):
-        raise ConfigError(f"tokens={tokens:g}: the rows of this run's data have no tokens; leave it out")
-    priced = Price.parse(price) if price is not None else None
-    if priced and not tokens:
-        raise ConfigError(f"--price {price}: of how many tokens? Give --tokens, as in --tokens 15e12")
     machine = _machine(target)
-    limit = _limit(machine, at_most)
+    problems = Problems()
+    if tokens is not None and not 0 < tokens < math.inf:
+        problems.add(f"--tokens {tokens:g}", "costs are those of a positive number of tokens", "as in --tokens 15e12")
+    elif tokens is not None and not _has_tokens(run):
+        problems.add(f"--tokens {tokens:g}", "the rows of this run's data have no tokens", "leave it out")
+    priced = Price.parse(price, problems) if price is not None else None
+    if price is not None and tokens is None:
+        problems.add(f"--price {price}", "it is of no number of tokens", "add --tokens, as in --tokens 15e12")
+    limit = _limit(machine, at_most, problems)
+    wanted = fixed(fix, problems)
+    problems.raise_any(ConfigError, "the plan cannot be made:")
     with _collecting_rarely():
-        choices, overlaps = constrained(run, machine, list(fix))
+        choices, overlaps = constrained(run, machine, wanted)
         found = search(run, machine, limit, choices, pareto, overlaps)
     if not found.ranked:
-        raise ConfigError(_nothing_fits(machine, found, limit))
+        raise ConfigError(_nothing_fits(run, machine, found, limit))
     return Plan(run, machine, found, limit, is_pareto=pareto, num_tokens=tokens, price=priced)
 
 
@@ -252,24 +256,25 @@ def _machine(target: str) -> Machine:
     return StatedMachine.of(targets.parse(target))
 
 
-def _limit(machine: Machine, at_most: str | int | None) -> int:
+def _limit(machine: Machine, at_most: str | int | None, problems: Problems) -> int:
     """Bytes that a device may hold."""
+    limit = int(USABLE * round(machine.memory_bytes))
     if at_most is None:
-        return int(USABLE * round(machine.memory_bytes))
+        return limit
     try:
         limit = int(parse_bytes(at_most))
     except ValueError as error:
-        raise ConfigError(f"--at-most: {error}") from None
+        problems.add(f"--at-most {at_most}", str(error))
     if limit > machine.memory_bytes:
         has = human_bytes(round(machine.memory_bytes))
-        raise ConfigError(f"--at-most {at_most}: a device of {machine.text} has {has}")
+        problems.add(f"--at-most {at_most}", f"a device of {machine.text} has {has}", "give less, or leave it out")
     return limit
 
 
-def _nothing_fits(machine: Machine, found: Found, at_most: int) -> str:
+def _nothing_fits(run: Run, machine: Machine, found: Found, at_most: int) -> str:
     if not found.too_big:
-        why = "`meshpar explain` says why one does not"
-        return f"{machine.text}: none of {found.num_layouts} layouts fits this run; {why}"
+        first = min(found.rough, key=lambda layout: found.rough[layout].order)
+        return f"{machine.text}: none of {found.num_layouts} layouts fits this run:\n{refusal(run, first, machine)}"
     least = found.too_big[0]
     lacks = human_bytes(least.estimate.total_bytes - at_most)
     return (

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from textwrap import indent
 from typing import Any, TypeVar
 
 import jax
@@ -89,10 +90,8 @@ def search(
         refused_axes = {*ACTIVATION_AXES} - probes.divided.keys()
         everything = [layout for layout in everything if refused_axes.isdisjoint(layout.mesh)]
         if not everything:
-            names = ", ".join(sorted(refused_axes))
-            raise ConfigError(
-                f"this run is refused in layouts over {names}; `meshpar explain` of such a layout says why"
-            )
+            pairs = [Layout(((axis, 2),)) for axis in sorted(refused_axes)]
+            raise ConfigError("no layout fits this run:\n" + "\n".join(refusal(run, one, machine) for one in pairs))
         everything = narrowed(everything, probes, machine, at_most)
     held = {layout: probes.states_bytes(layout) + probes.step_bytes(layout) for layout in everything}
     fitting = [layout for layout in everything if held[layout] <= SLACK * at_most]
@@ -267,6 +266,16 @@ def _merged(alike: Sequence[Collective]) -> Collective:
 def _step(prepared: Prepared, tokens: int, summed: int) -> Step:
     step = prepared.countable_step or prepared.gspmd_step
     return Step(operations(step, prepared), (peak_bytes(step) - summed) / tokens)
+
+
+def refusal(run: Run, layout: Layout, machine: Machine) -> str:
+    """Why a run does not fit a layout, by the errors that `train` would raise."""
+    try:
+        changed = layout.applied(run)
+        prepare(changed, changed.mesh.abstract(platform=machine.platform))
+    except MeshparError as error:
+        return indent(f"{layout} is refused:\n{indent(str(error), '  ')}", "  ")
+    return f"  what {layout} sends is not known"
 
 
 def _prepared(run: Run, layout: Layout, platform: str) -> Prepared | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshpar.errors import ConfigError
+from meshpar.errors import Problems
 from meshpar.planning.alternatives import shown
 from meshpar.planning.machine import Machine
 from meshpar.planning.published_file import read
@@ -25,18 +25,15 @@ class Price:
     currency: str
 
     @classmethod
-    def parse(cls, text: str) -> Price:
-        """Reads a price such as `2.50 USD`.
-
-        Raises:
-          ConfigError: there is no number, or no currency.
-        """
+    def parse(cls, text: str, problems: Problems) -> Price | None:
+        """Reads a price such as `2.50 USD`; adds a problem if there is no number, or no currency."""
         match = _PRICE.match(text)
         if match is None:
             has_number = re.fullmatch(r"\s*\d+(\.\d+)?\s*", text)
             what = "has no currency" if has_number else "is not a price"
             example = f"{text.strip()} USD" if has_number else "2.50 USD"
-            raise ConfigError(f"--price {text}: {what}; write that of a device and hour, as in --price '{example}'")
+            problems.add(f"--price {text}", what, f"write that of a device and hour, as in --price '{example}'")
+            return None
         return cls(float(match[1]), match[2].upper())
 
 

@@ -415,21 +415,50 @@ def test_the_command_writes_the_config(command, tmp_path):
     [
         ({"fix": ["mesh.tenso=2"]}, "--fix mesh.tenso=2\n    not a key of a layout\n    did you mean mesh.tensor?"),
         ({"fix": ["mesh.data=2", "mesh.data=4"]}, "mesh.data is fixed to 2, too"),
-        ({"fix": ["mesh.data=3"]}, "h100:1x4: no layout of 4 devices has mesh.data=3"),
+        (
+            {"fix": ["mesh.data=3", "mesh.pipe=8"]},  # of several values that no layout has, all
+            """h100:1x4: no layout has what is fixed:
+  --fix mesh.data=3
+    no layout of 4 devices has it: sizes must divide 4 devices and a batch of 16 rows of 64 tokens
+    nearest: mesh.data=2 or mesh.data=4
+  --fix mesh.pipe=8
+    no layout of 4 devices has it: sizes must divide 4 devices and a batch of 16 rows of 64 tokens; stages have \
+layers, of which there are 4
+    nearest: mesh.pipe=4""",
+        ),
         (
             {"fix": ["model.remat=none", "mesh.pipe=1", "parallel.pipeline.kind=1f1b"]},
-            "h100:1x4: no layout of 4 devices has mesh.pipe=1 with parallel.pipeline.kind=1f1b: a batch of",
+            "--fix mesh.pipe=1\n    no layout of 4 devices has it with parallel.pipeline.kind=1f1b: sizes must divide",
         ),
+        ({"fix": ["model.remat=ful"]}, "did you mean model.remat=full?"),
+        ({"fix": ["mesh.expert=2"]}, "nearest: mesh.expert=1"),
+        (
+            {"fix": ["tensor=2"], "price": "2.5", "at_most": "200GiB", "tokens": -1.0},
+            """the plan cannot be made:
+  --tokens -1
+    costs are those of a positive number of tokens
+    as in --tokens 15e12
+  --price 2.5
+    has no currency
+    write that of a device and hour, as in --price '2.5 USD'
+  --at-most 200GiB
+    a device of h100:1x4 has 74.51 GiB
+    give less, or leave it out
+  --fix tensor=2
+    not a key of a layout
+    did you mean mesh.tensor?""",
+        ),
+        ({"price": "2 USD"}, "--price 2 USD\n    it is of no number of tokens\n    add --tokens"),
         (
             {"fix": ["parallel.tensor.overlap=both"]},
             "--fix parallel.tensor.overlap=both\n    not an overlap\n    none, ring, bidirectional",
         ),
         (
             {"fix": ["mesh.pipe=2", "parallel.tensor.overlap=ring"]},
-            "h100:1x4: no layout of 4 devices has mesh.pipe=2 with parallel.tensor.overlap=ring",
+            "--fix parallel.tensor.overlap=ring\n    no layout of 4 devices has it with mesh.pipe=2\n"
+            "    possible: none",
         ),
-        ({"at_most": "much"}, "--at-most: 'much' is not a number of bytes; valid: 1000, 40MiB"),
-        ({"at_most": "200GiB"}, "--at-most 200GiB: a device of h100:1x4 has 74.51 GiB"),
+        ({"at_most": "much"}, "--at-most much\n    'much' is not a number of bytes; valid: 1000, 40MiB"),
         ({"fix": ONE, "at_most": "1KiB"}, "h100:1x4: no layout holds at most 1.00 KiB; the closest holds"),
     ],
 )
@@ -437,6 +466,14 @@ def test_what_cannot_be_planned_is_an_error(options, message):
     with pytest.raises(ConfigError) as error:
         meshpar.plan(RUN, "h100:1x4", **options)
     assert message in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_layout_that_the_model_cannot_have_is_refused_by_its_dims():
+    with pytest.raises(ConfigError, match="none of 1 layouts fits this run") as error:
+        meshpar.plan(RUN, "h100:1x8", fix=["mesh.tensor=8", "model.remat=none", "num_microbatches=1"])
+    assert "kv_heads = 4 is not divisible by tensor = 8" in str(error.value)
+    assert "either mesh.tensor=4, or rules.kv_heads=[]" in str(error.value)
 
 
 def test_a_machine_whose_links_are_unknown_is_an_error():
