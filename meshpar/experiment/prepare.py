@@ -291,6 +291,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     specs = stored_in(model.specs, np.dtype(run.precision.params), state_paths)
     ctx = replace(run.context(mesh), rules=model.rules, activation_dims=model.activation_dims)
     options = options_of(run)
+    options.check_complex(specs, ctx)
     quantized = tuple(path for path in flatten_with_paths(specs) if is_quantized(path))
     frozen, rows = options.frozen(specs, quantized + state_paths), options.frozen_rows(specs, ctx)
     by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-import pydantic
 
+from meshpar.config import Coerced, Config, Section, default
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.lora import LoRA, is_lora
 from meshpar.optim import elementwise
@@ -118,6 +119,28 @@ class Options:
         if self.wrapping.master_dtype:
             problems.add("rounding", "stochastic replaces the master copy", "set only one of the two")
 
+    def check_complex(self, specs: Any, ctx: ParallelContext) -> None:
+        """Refuses options that would drop the imaginary part of a parameter.
+
+        Raises:
+          ConfigError: a parameter is complex, and an option is for real numbers.
+        """
+        reduction = ctx.parallel.gradient_reduction
+        used = {
+            f"the optimizer {type(self.tx).__name__}": isinstance(self.tx, Descent), "prune": self.wrapping.prune,
+            "a master copy": self.wrapping.master_dtype, "stochastic rounding": self.wrapping.rounding == "stochastic",
+            "parallel.gradient_reduction": reduction and reduction.rounds,
+        }  # fmt: skip
+        real = [name for name, value in used.items() if value]
+        problems = Problems()
+        for path, spec in flatten_with_paths(specs).items():
+            if real and jnp.issubdtype(spec.dtype, jnp.complexfloating):
+                what = (
+                    f"is {spec.dtype.name}, and {', '.join(real)} {'is' if len(real) == 1 else 'are'} for real numbers"
+                )
+                problems.add(path, what, "two real parameters; or an Optax transformation, without these options")
+        problems.raise_any(ConfigError, "the options do not fit these parameters:")
+
     def frozen(self, specs: Any, constant: tuple[str, ...] = ()) -> Any:
         """For how many steps each parameter is frozen; None if none is. With LoRA, only its matrices are trained.
 
@@ -170,6 +193,17 @@ class Options:
         return local.rounds(self.num_steps, rate)
 
 
+class Arguments(Config):
+    """The arguments of `meshpar.training` that are sections of a config."""
+
+    lora: Section[LoRA | None] = default(None)
+    """See `Run`."""
+    freeze: Coerced[tuple[Freeze, ...], Sequence[Frozen]] = default(())
+    """See `Run`."""
+    prune: Section[Pruning | None] = default(None)
+    """See `Run`."""
+
+
 def options(
     tx: Any,
     num_steps: int | None,
@@ -187,7 +221,6 @@ def options(
     Raises:
       ConfigError: a value is none that a config accepts.
     """
-    given = [freeze] if isinstance(freeze, (str, dict, Freeze)) else freeze
     if isinstance(tx, Descent):
         problems = Problems()
         for name, value in {"clip_norm": clip_norm, "ema": ema}.items():
@@ -195,13 +228,14 @@ def options(
                 problems.add(name, f"{type(tx).__name__} has a {name} of its own", f"{type(tx).__name__}({name}=...)")
         problems.raise_any(ConfigError, "these arguments of training are wrong:")
         ema = tx.ema
-    pruning = None if prune is None else pydantic.TypeAdapter[Prune](Pruning).validate_python(prune)
+    entries = [freeze] if isinstance(freeze, (str, dict, Freeze)) else freeze
+    given = Arguments(lora=lora, freeze=entries, prune=prune)  # pyright: ignore
     return Options(
         tx=tx,
         num_steps=num_steps,
-        lora=None if lora is None else LoRA.model_validate(lora),
-        freeze=tuple(Freeze.model_validate(one) for one in given),
+        lora=given.lora,
+        freeze=given.freeze,
         clip_norm=clip_norm,
         params_dtype=params_dtype,
-        wrapping=Wrapping(prune=pruning, ema=ema, **wrapping),
+        wrapping=Wrapping(prune=given.prune, ema=ema, **wrapping),
     )

@@ -144,7 +144,7 @@ def training(
       num_steps: the steps of the whole training, on which local updates, pruning and schedules depend.
       lora: adds low-rank matrices to the kernels that its `paths` match, and freezes all other parameters.
       freeze: globs of parameters that are not trained; or `Freeze(paths=..., until=100)`, or `Freeze(layers="0:8")`.
-      prune: sets weights to zero by a schedule, `{"kind": "n_of_m", "paths": "**.kernel"}`.
+      prune: sets weights to zero by a schedule, `{"kind": "n_of_m", "paths": ["**.kernel"]}`.
       clip_norm: the largest global norm of the gradients; None for no limit.
       ema: the decay of an average of the parameters, which evaluations use; see `averaged`.
       params_dtype: the dtype of the stored parameters. Default: that of `init`.
@@ -223,6 +223,7 @@ def training(
         sums, evaluated = adapters.loss(sums), evaluated and adapters.loss(evaluated)
         rules = with_rank(rules)
     ctx = replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs)))
+    given.check_complex(specs, ctx)
     frozen, rows = given.frozen(specs), given.frozen_rows(specs, ctx)
     made = Training(
         specs=specs,

@@ -92,11 +92,14 @@ def gathering_again(policy: Policy) -> Policy:
     Without it the scan over layers would stack the gathered parameters of all layers for the backward, as ZeRO-2 does.
     Views, masks, elementwise operations and sums are not saved either: they cost little to recompute, and a view of a
     gathered parameter would hold its memory. If `policy` saves products, a product that needs communication is saved
-    after the communication.
+    after the communication. Complex numbers are not saved, because JAX cannot (`jax.checkpoint` rounds what it saves by
+    `reduce_precision`, which refuses them: jax 0.10.2): the backward computes them again.
     """
     ctx = manual()
 
     def saves(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "complex" or any(map(_is_complex, (*avals, params.get("new_dtype")))):
+            return False
         if primitive.name == "custom_vjp_call":
             last = params["call_jaxpr"].eqns[-1]
             # Only `_all_gather` ends with a collective, and only `linear.matmul` with a product.
@@ -113,6 +116,12 @@ def gathering_again(policy: Policy) -> Policy:
         return primitive.name not in CHEAP and policy(primitive, *avals, **params)
 
     return saves
+
+
+def _is_complex(x: Any) -> bool:
+    """Whether an abstract value or a dtype is complex."""
+    dtype = getattr(x, "dtype", x)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
@@ -218,7 +227,7 @@ def global_norm(grads: Any, placements: Any) -> jax.Array:
 
 
 def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(wide(x)).sum()
+    return (jnp.square(x.real) + jnp.square(x.imag)).sum() if _is_complex(x) else jnp.square(wide(x)).sum()
 
 
 def _psum(x: Any, axes: Axes) -> Any:

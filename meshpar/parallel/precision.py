@@ -13,7 +13,9 @@ from meshpar.tree import map_with_path
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype of a sum of values of this dtype: float32, or float64 for float64."""
+    """The dtype of a sum of values of this dtype: float32, or float64 for float64; and complex for complex numbers."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(dtype)
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
@@ -36,8 +38,13 @@ def stored_in(specs: Any, dtype: Any, wide_paths: Collection[str] = ()) -> Any:
 
 
 def sum_dtype(dtype: Any, declared: Any) -> Any:
-    """The dtype in which gradients of this dtype are summed: as declared, or `wide_dtype` if that is None."""
-    return wide_dtype(dtype) if declared is None else jnp.dtype(declared)
+    """The dtype in which gradients of this dtype are summed: as declared, or `wide_dtype` if that is None.
+
+    Complex numbers are summed as they are, or in 128 bits if float64 is declared.
+    """
+    if declared is None or jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(jnp.complex128) if declared == jnp.float64 else wide_dtype(dtype)
+    return jnp.dtype(declared)
 
 
 def summed_in(x: jax.Array, dtype: Any) -> jax.Array:

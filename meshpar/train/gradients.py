@@ -169,7 +169,7 @@ def _accumulate(
         return of_microbatch(batch, carried)
     rows, shared = split_off_shared(batch)
     grads = jax.tree.map(lambda p: varying_like(jnp.zeros_like(summed_in(p, ctx.accum_dtype)), p), differentiated)
-    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(differentiated)[0].dtype)), batch["rows"])
+    total = varying_like(wide(jnp.zeros((), jax.tree.leaves(differentiated)[0].dtype).real), batch["rows"])
     zeros = (data.partial_sum(total), grads, carried)
     (total, grads, carried), sums = lax.scan(add, zeros, jax.tree.map(split, rows))
     count, metrics = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), sums)

@@ -49,7 +49,7 @@ def averaged(state: TrainState, structs: TrainState) -> TrainState:
     """
 
     def mean(x: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        one = wide(x).mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x.max(0)
+        one = wide(x).mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x.max(0)
         return jnp.broadcast_to(one.astype(struct.dtype), struct.shape)
 
     def means(arrays: Any, like: Any) -> Any:

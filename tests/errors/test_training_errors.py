@@ -292,7 +292,11 @@ OPTIONS = {
         {"lora": {"paths": ["w"]}},
         "lora.paths\n    'w' matches no parameter that is multiplied as a matrix",
     ),
-    "an unknown key of LoRA": ({"lora": {"rnk": 2}}, "rnk\n    unknown key\n    did you mean rank?"),
+    "an unknown key of LoRA": ({"lora": {"rnk": 2}}, "lora.rnk\n    unknown key\n    did you mean lora.rank?"),
+    "an unknown pruning": (
+        {"prune": {"kind": "n_off_m"}},
+        "prune\n    no kind is called 'n_off_m'\n    did you mean n_of_m?",
+    ),
     "a path to freeze": ({"freeze": "v"}, "freeze.0.paths\n    no parameter matches 'v'"),
     "all frozen": ({"freeze": "w"}, "freeze\n    every parameter is frozen for the whole run"),
     "a thaw without steps": (

@@ -42,7 +42,8 @@ class Known:
     @property
     def scalar(self) -> float | None:
         """Its value, if all elements have the same."""
-        return float(self.values.reshape(())) if math.prod(self.shape) == 1 else None
+        is_real = not np.iscomplexobj(self.values)
+        return float(self.values.reshape(())) if is_real and math.prod(self.shape) == 1 else None
 
     def full(self, shape: tuple[int, ...]) -> Known:
         """It with all its copies."""
