@@ -174,8 +174,12 @@ class Scope:
     def planned(self, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         rule = self.rules.get(eqn.primitive.name)
         if rule is None:
-            raise Unknown(_unknown(self.source(eqn)))
+            raise self.unknown(eqn)
         return rule(self, eqn, nodes)
+
+    def unknown(self, eqn: Any) -> Unknown:
+        """The error for an operation without a rule."""
+        return Unknown(_unknown(self.source(eqn)))
 
     def source(self, eqn: Any) -> Source:
         """The line of the user's code that an operation of this scope stands for."""

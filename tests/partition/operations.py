@@ -66,6 +66,12 @@ def bag(table, index):
     return jnp.zeros((4, 8)).at[index % 4].add(table)
 
 
+def windows_of_a_function(x):
+    """JAX does not differentiate it."""
+    x = lax.stop_gradient(x)
+    return lax.reduce_window(x, 2.0, lambda a, b: a * b + a, (1, 2, 1), (1, 2, 1), "VALID")
+
+
 def attention(q, k, v):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -163,6 +169,10 @@ OPERATIONS: dict[str, list[Case]] = {
     "cumlogsumexp": [(lambda x: lax.cumlogsumexp(x, 1), (X,))],
     "sort": [(lambda x: jnp.sort(x, 1), (X,)), (lambda x, y: lax.sort((x, y), num_keys=1), (X, floats(4, 8)))],
     "top_k": [(lambda x: lax.top_k(x, 3), (X,))],
+    "reduce_window": [(windows_of_a_function, (ROWS,))],
+    "psum": [(jax.vmap(lambda x: x - lax.pmean(x, "rows"), axis_name="rows"), (X,))],
+    "pmax": [(jax.vmap(lambda x: x / lax.pmax(lax.stop_gradient(x), "rows"), axis_name="rows"), (POSITIVE,))],
+    "pmin": [(jax.vmap(lambda x: x / lax.pmin(lax.stop_gradient(x), "rows"), axis_name="rows"), (POSITIVE,))],
     "reduce_window_sum": [
         (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 1), (1, 2, 1), "VALID"), (ROWS,))
     ],

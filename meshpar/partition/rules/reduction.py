@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.mesh.varying import Axes
+from meshpar.partition.plan import Scope
 from meshpar.partition.rules.rule import Rule, bind, dims, same, signed
 from meshpar.partition.signature import Call, Signature
 
@@ -50,6 +51,20 @@ def _extreme_jvp(dims: Any, axes: Axes, own: Any, over: Any, primals: Any, tange
     is_extreme = (x == jnp.expand_dims(result, dims)).astype(dx.dtype)
     count = lax.psum(is_extreme.sum(dims), axes)
     return result, lax.psum((is_extreme * dx).sum(dims), axes) / count
+
+
+def over_vmapped(primitive: Any, signature: Callable[[Any], Signature]) -> Rule:
+    """A collective over the axis that a `vmap` names: JAX leaves it as a reduction of that dim, by the dim's number."""
+
+    def rule(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+        axes = eqn.params["axes"]
+        if eqn.params["axis_index_groups"] or not all(isinstance(axis, int) for axis in axes):
+            raise scope.unknown(eqn)
+        more = {"out_sharding": None} if primitive is lax.reduce_sum_p else {}
+        reduced = eqn.replace(primitive=primitive, params={"axes": axes, **more})
+        return scope.operation(eqn, signature(reduced), nodes)
+
+    return rule
 
 
 def logical(eqn: Any) -> Signature:
@@ -100,6 +115,7 @@ def window(eqn: Any) -> Signature:
     strides = params["window_strides"]
     slides = [i for i, size in enumerate(sizes) if size != 1 or strides[i] != 1]
     slides += [i for i, pad in enumerate(params.get("padding", ())) if tuple(pad) != (0, 0)]
+    slides += [i for i, dilation in enumerate(params.get("base_dilation", ())) if dilation != 1]
     labels = dims(eqn.outvars[0].aval, *slides)
     ins = tuple(labels if v.aval.ndim else () for v in eqn.invars)
     return Signature(ins, (labels,) * len(eqn.outvars), same(eqn))
@@ -108,6 +124,9 @@ def window(eqn: Any) -> Signature:
 RULES: dict[str, Rule] = {
     "reduce_sum": signed(reduce_sum),
     **dict.fromkeys(("reduce_max", "reduce_min"), signed(extreme)),
+    "psum": over_vmapped(lax.reduce_sum_p, reduce_sum),
+    "pmax": over_vmapped(lax.reduce_max_p, extreme),
+    "pmin": over_vmapped(lax.reduce_min_p, extreme),
     **dict.fromkeys(("reduce_or", "reduce_and"), signed(logical)),
     **dict.fromkeys(("argmax", "argmin", "reduce_prod", "reduce_xor"), signed(over_whole)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), signed(along("axis"))),
@@ -115,7 +134,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("top_k", "approx_top_k"), signed(along_last)),
     **dict.fromkeys(
         (
-            "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+            "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
             "select_and_gather_add",
         ),
         signed(window),
