@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshpar.config import flatten
@@ -31,7 +30,7 @@ from meshpar.verification.compare import Comparison, compare, without_gradient
 from meshpar.verification.report import CHECKPOINT, Row, Sizes, Verification
 from meshpar.verification.shrink import shrink
 from meshpar.verification.trial import Batches, StepResult, Trial, without_rounding
-from meshpar.verification.widened import in_float64
+from meshpar.verification.widened import WIDE, in_float64, of_model
 
 NUM_STEPS = 4
 
@@ -213,7 +212,11 @@ def _widened(training: Training) -> Training:
 
 
 def _of_wide_loss(training: Training) -> Training:
-    return replace(training, loss=in_float64(training.loss)) if training.is_of_whole_arrays else training
+    if not training.is_of_whole_arrays:
+        return training
+    first = {name: of_model(getattr(training, name)) for name in ("init", "init_carried")}
+    evaluation = training.evaluation and in_float64(training.evaluation)
+    return replace(training, loss=in_float64(training.loss), evaluation=evaluation, **first)
 
 
 def wide_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -222,7 +225,7 @@ def wide_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _wide_dtype(x: Any) -> np.dtype:
-    return np.dtype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else np.dtype(x.dtype)
+    return WIDE.get(np.dtype(x.dtype), np.dtype(x.dtype))
 
 
 def _mesh(sizes: Sizes, devices: Callable[[int], list[Any]] | None = None) -> Any:

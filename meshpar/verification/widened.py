@@ -14,30 +14,77 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from meshpar.cost.walk import inner_jaxprs
 from meshpar.errors import VerificationError
 from meshpar.train.loss import LossSums
 
 WIDE: dict[Any, np.dtype[Any]] = {np.dtype(one): np.dtype("float64") for one in ("float16", "float32", jnp.bfloat16)}
 WIDE[np.dtype("complex64")] = np.dtype("complex128")
+_NARROW = {np.dtype("float64"): np.dtype("float32"), np.dtype("complex128"): np.dtype("complex64")}
 CALLED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 """Operations that call a program once -> the parameter that holds it. A JVP of its own is replaced by the program's."""
+SCATTERS: dict[str, Callable[..., jax.Array]] = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
+}
+"""Operations whose programs are those of their names."""
 
 
 def in_float64(loss: Callable[..., LossSums]) -> Callable[..., LossSums]:
-    """The same loss; if it is no float64, though its arguments are, all its floats are computed in float64.
+    """The same loss. If any of its floats is no float64, though its arguments are, all are computed in float64.
 
     Raises:
       VerificationError: a part of such a loss has its own gradient, or is a kernel, so its dtype cannot be changed.
     """
 
     def wide(*args: Any) -> Any:
-        closed, result = jax.make_jaxpr(loss, return_shape=True)(*args)
-        if result.loss.dtype not in WIDE:
+        try:
+            closed, result = jax.make_jaxpr(loss, return_shape=True)(*args)
+        except TypeError:  # a loop begins with float32, and computes with the parameters
+            return _in_float64(loss, args)
+        if not _has_narrow(closed.jaxpr):
             return loss(*args)
-        leaves = _evaluate(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+        try:
+            return _in_float64(loss, args)
+        except VerificationError:
+            if result.loss.dtype in WIDE:
+                raise
+            return loss(*args)
 
     return wide
+
+
+def of_model(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+    """The same initializer of parameters or carried state; in 32 bits if the model cannot be traced with float64."""
+
+    def first(key: jax.Array) -> Any:
+        try:
+            return init(key)
+        except TypeError:
+            with jax.enable_x64(False):
+                return init(key)
+
+    return first
+
+
+def _in_float64(loss: Callable[..., LossSums], args: Any) -> Any:
+    """Traces the loss with float32 arguments, as the model is written, and evaluates its operations in float64."""
+    leaves = jax.tree.leaves(args)
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _NARROW.get(x.dtype, x.dtype)), args)
+    with jax.enable_x64(False):
+        closed, result = jax.make_jaxpr(loss, return_shape=True)(*structs)
+    return jax.tree.unflatten(jax.tree.structure(result), _evaluate(closed.jaxpr, closed.consts, *leaves))
+
+
+def _has_narrow(jaxpr: Jaxpr) -> bool:
+    """Whether any value of a program is a float narrower than float64."""
+    return any(
+        any(getattr(v.aval, "dtype", None) in WIDE for v in eqn.outvars) or any(map(_has_narrow, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _widened(x: Any) -> Any:
@@ -77,6 +124,11 @@ def _operation(eqn: Any, values: list[Any]) -> Sequence[Any]:
         index, *operands = values
         branches = [partial(_evaluate, one.jaxpr, one.consts) for one in params["branches"]]
         return jax.lax.switch(index, branches, *operands)
+    if name in SCATTERS:
+        options = {key: params[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
+        return [SCATTERS[name](*values, params["dimension_numbers"], **options)]
+    if name == "reduce_window":
+        return _reduce_window(params, values)
     if any(isinstance(x, Jaxpr | ClosedJaxpr) or callable(x) for x in params.values()):
         what = f"the loss is float32, though the parameters are float64, and {name} has a program of its own"
         raise VerificationError(f"{what}: rounding would hide differences; build the model without a dtype of its own")
@@ -99,6 +151,15 @@ def _scan(params: Any, values: list[Any]) -> Sequence[Any]:
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, found = jax.lax.scan(step, carry, rows, **options)
     return [*carry, *found]
+
+
+def _reduce_window(params: Any, values: list[Any]) -> Sequence[Any]:
+    def reduced(left: Any, right: Any) -> Any:
+        return tuple(_evaluate(params["jaxpr"], params["consts"], *left, *right))
+
+    names = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    half = len(values) // 2
+    return jax.lax.reduce_window(tuple(values[:half]), tuple(values[half:]), reduced, *(params[name] for name in names))
 
 
 def _while(params: Any, values: list[Any]) -> Sequence[Any]:
