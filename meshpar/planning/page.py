@@ -16,21 +16,23 @@ from markupsafe import Markup
 from meshpar.inspection.report.templates import environment
 from meshpar.parallel.pipeline import gantt
 from meshpar.parallel.pipeline.get_schedule import get_schedule
+from meshpar.planning.alternatives import shown
 from meshpar.planning.estimate import Estimate, timeline
 from meshpar.planning.machine import Machine
-from meshpar.planning.plan import Plan
+from meshpar.planning.plan import Plan, loses_by
 from meshpar.planning.search import Candidate
 from meshpar.planning.space import Layout
 from meshpar.tree import human_bytes, human_time
 
 # The box of the points, in per cent of the width and in px of the height; axes are logarithmic.
-_LEFT = 8.0
-_WIDTH = 90.0
+_WIDTH = 100.0
 _TOP = 12.0
 _HEIGHT = 320.0
 _COLOURS = ("m0", "m2", "m4", "m1", "m3", "m5", "temporaries", "outputs", "rest")
 _KINDS = {"parameters and optimizer's state": "m0", "gradients, activations and what is gathered": "m5"}
 _SECOND = 1.0
+_SHOWN = 0.002
+"""A term of a smaller share of the step is drawn, but not written."""
 _MOST_MICROBATCHES = 32
 """A schedule with more microbatches is drawn with this many."""
 
@@ -74,7 +76,7 @@ def page(plan: Plan, origin: str = "", command: str = "") -> str:
     found = plan.found
     traced = {one.layout: one.estimate for one in [*found.ranked, *found.too_big]}
     every = {**found.rough, **traced}
-    times = _Scale(min(e.total_s for e in every.values()), max(e.total_s for e in every.values()), _LEFT, _WIDTH)
+    times = _Scale(min(e.total_s for e in every.values()), max(e.total_s for e in every.values()), 0.0, _WIDTH)
     sizes = [estimate.total_bytes for estimate in every.values()]
     memory = _Scale(min(sizes), max(sizes), _TOP + _HEIGHT, -_HEIGHT)
     held = {f"{rank}. {one.layout}": one.estimate for rank, one in enumerate(plan.ranked, 1)}
@@ -89,7 +91,7 @@ def page(plan: Plan, origin: str = "", command: str = "") -> str:
             num_layouts=found.num_layouts,
             num_too_big=len(found.too_big),
             at_most=human_bytes(plan.at_most),
-            rows=[_row(one, colours, plan.ranked[0].estimate.total_s) for one in plan.ranked],
+            rows=[_row(one, colours, plan.ranked[0]) for one in plan.ranked],
             slowest=max(one.estimate.total_s for one in plan.ranked),
             colours=colours,
             held=[_held(name, estimate, plan.at_most) for name, estimate in held.items()],
@@ -105,6 +107,9 @@ def page(plan: Plan, origin: str = "", command: str = "") -> str:
             ],
             limit_y=memory.at(plan.at_most) if memory.least <= plan.at_most <= memory.most else None,
             alternatives=plan.alternatives,
+            helps=plan.helps,
+            costs=plan.costs,
+            figures=[f"{shown(one.value)} {one.name}" for one in plan.machine.figures],
             schedule=_schedule(plan.ranked[0], plan.machine),
             origin=origin,
             config=plan.yaml(),
@@ -144,8 +149,9 @@ def _points(
         yield {"x": x, "y": y, "kind": kind.strip(), "title": title}
 
 
-def _row(one: Candidate, colours: dict[str, str], fastest_s: float) -> dict[str, Any]:
+def _row(one: Candidate, colours: dict[str, str], best: Candidate) -> dict[str, Any]:
     start = 0.0
+    count = one.layout.num_microbatches
     parts: list[dict[str, Any]] = []
     for term, seconds in one.estimate.terms.items():
         title = f"{term}: {human_time(seconds)}"
@@ -154,13 +160,17 @@ def _row(one: Candidate, colours: dict[str, str], fastest_s: float) -> dict[str,
     return {
         "layout": str(one.layout),
         "mesh": ", ".join(f"{axis} {size}" for axis, size in one.layout.sizes) or "one device",
-        "more": f"{', '.join(one.layout.presets)}; {one.layout.num_microbatches} microbatches",
+        "more": f"{', '.join(one.layout.presets)}; {count} microbatch{'es' if count > 1 else ''}",
         "step": human_time(one.estimate.total_s),
-        "behind": f"{one.estimate.total_s / fastest_s - 1:+.1%}" if one.estimate.total_s > fastest_s else "",
-        "beside": f"{human_time(one.estimate.beside_s)} of communication beside products; "
-        if one.estimate.beside_s
+        "behind": f"{one.estimate.total_s / best.estimate.total_s - 1:+.1%}, by {loses_by(one, best)}"
+        if one is not best
         else "",
         "holds": human_bytes(one.estimate.total_bytes),
+        "terms": "; ".join(
+            f"{human_time(seconds)} {term}"
+            for term, seconds in one.estimate.terms.items()
+            if seconds >= _SHOWN * one.estimate.total_s
+        ),
         "parts": parts,
     }
 

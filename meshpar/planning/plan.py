@@ -110,7 +110,7 @@ class Plan:
             f"Planned for {self.machine.text}. Estimated from the trace: a step takes {step} ({terms}).",
             f"A device holds {human_bytes(best.total_bytes)} of {human_bytes(self.at_most)}.",
             *_stages(first, self.machine),
-            *(f"The next layout, {other.layout}, loses by: {_loss(other, first)}." for other in others[:1]),
+            *(f"The next layout, {other.layout}, loses by: {loses_by(other, first)}." for other in others[:1]),
             *(f"Another layout would win {alternative}." for alternative in self.alternatives[:1]),
         ]
         return "".join(f"# {line}\n" for line in lines) + to_yaml(self.best)
@@ -127,7 +127,7 @@ class Plan:
         for rank, one in enumerate(self.ranked, 1):
             holds = human_bytes(one.estimate.total_bytes)
             lines.append(
-                f"{rank:3} {human_time(one.estimate.total_s):>10}  {holds:>10}  {_loss(one, best):32}  {one.layout}"
+                f"{rank:3} {human_time(one.estimate.total_s):>10}  {holds:>10}  {loses_by(one, best):32}  {one.layout}"
             )
         lines.append("")
         lines.append("where the time of the first goes:")
@@ -284,7 +284,7 @@ def _nothing_fits(run: Run, machine: Machine, found: Found, at_most: int) -> str
     )
 
 
-def _loss(one: Candidate, best: Candidate) -> str:
+def loses_by(one: Candidate, best: Candidate) -> str:
     """The term by which a layout loses most."""
     terms = one.estimate.terms
     more = {term: time - best.estimate.terms.get(term, 0.0) for term, time in terms.items()}

@@ -27,7 +27,8 @@ LOOK = """(() => {
   }
   return faults;
 })()"""
-BEYOND = """[...document.body.querySelectorAll('*')].filter(e => {
+# What a schedule has may be scrolled to inside it.
+BEYOND = """[...document.body.querySelectorAll('*')].filter(e => !e.parentElement.closest('.schedule')).filter(e => {
   const box = e.getBoundingClientRect(); return box.width && (box.right > innerWidth + .5 || box.left < -.5);
 }).map(e => e.outerHTML.slice(0, 80))"""
 BOXES = "[...document.querySelectorAll('{}')].map(e => e.getBoundingClientRect()).map(b => [b.left, b.width])"

@@ -12,7 +12,9 @@ import pytest
 import meshpar
 from meshpar import Run
 from meshpar.config import load
+from meshpar.planning.alternatives import shown
 from meshpar.planning.page import _Scale, page
+from meshpar.planning.plan import loses_by
 from tests.docs.page import ROOT
 from tests.program.chromium import chromium
 from tests.program.look import shown_faults
@@ -149,9 +151,9 @@ def test_the_ticks_of_a_plan_are_round_and_in_place(planned):
         [text.split() for text in ticks(page(planned)) if text.split()[1] in units]
         for units in (("ms", "s"), ("B", "KiB", "MiB", "GiB"))
     )
-    for shown in (times, sizes):
-        assert 2 <= len(shown) <= 12
-        assert all(len(number.replace(".", "").strip("0")) <= 2 for number, _ in shown), shown
+    for found in (times, sizes):
+        assert 2 <= len(found) <= 12
+        assert all(len(number.replace(".", "").strip("0")) <= 2 for number, _ in found), found
 
 
 @pytest.mark.parametrize(
@@ -173,3 +175,13 @@ def test_a_page_tells_its_origin_and_its_config(planned):
     assert "meshpar plan &lt;a.yaml&gt; - meshpar 0" in html
     assert "parallel:" in html.partition("<details>")[2]
     assert "<footer" not in page(planned)
+
+
+def test_a_page_says_why_layouts_lose_what_would_help_and_what_it_costs(planned):
+    html = unescape(page(planned))
+    first, second, *_ = planned.ranked
+    assert f"{second.estimate.total_s / first.estimate.total_s - 1:+.1%}, by {loses_by(second, first)}" in html
+    for text in [*planned.helps, *planned.costs, *(str(one.figure) for one in planned.alternatives)]:
+        assert text in html
+    for figure in planned.machine.figures:
+        assert f"{shown(figure.value)} {figure.name}" in html
