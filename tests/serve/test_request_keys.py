@@ -262,7 +262,7 @@ WRONG = {
 OF_CHATS = {
     "top_logprobs: has no effect without logprobs": {"top_logprobs": 2},
     "max_tokens: is max_completion_tokens by its earlier name": {"max_tokens": 2, "max_completion_tokens": 3},
-    "reads no gretting, messages; leave": {
+    "gretting, messages: changes nothing": {
         "chat_template_kwargs": {"gretting": "Hi", "messages": [], "greeting": "Yes"}
     },
 }

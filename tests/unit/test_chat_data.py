@@ -260,6 +260,8 @@ def test_the_date_and_the_options_of_a_template_are_those_of_the_config(folder, 
     )
     ids = data.examples()[0].encoded.ids
     assert data.tokenizer.decode(ids).startswith("26 Nov 2026 calm")
+    with pytest.raises(DataError, match=r"mod: changes nothing in the template\n *leave it out"):
+        data.model_copy(update={"template_options": {"mod": "calm"}}).examples()
     with pytest.raises(ConfigError, match=r"'today' is no date such as 2026-11-26"):
         chat(folder, date="today")
 

@@ -85,5 +85,6 @@ class Rendered(AtPath, Corpus):
             fix = f"put the model's {TEMPLATE} beside it, or its tokenizer_config.json"
             raise no_data(f"data.tokenizer = {self._file.path!r}", "there is no chat template beside it", fix)
         if unread := template.unread(self.template_options):
-            raise no_data("data.template_options", f"the template reads no {', '.join(unread)}", "leave it out")
+            what = f"{', '.join(unread)}: changes nothing in the template"
+            raise no_data("data.template_options", what, "leave it out")
         return template

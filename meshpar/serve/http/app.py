@@ -116,8 +116,8 @@ class Endpoints:
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = body.chat_template_kwargs
         if unread := self.template.unread(options or ()):
-            what = f"chat_template_kwargs: the model's template reads no {', '.join(unread)[:100]}; leave it out"
-            raise ApiError(400, what, "chat_template_kwargs")
+            what = f"chat_template_kwargs: {', '.join(unread)[:100]}: changes nothing in the model's template"
+            raise ApiError(400, f"{what}; leave it out", "chat_template_kwargs")
         toolbox, grammar = await asyncio.to_thread(self._toolbox, body, self.template, tokenizer)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if toolbox else None
         prompt = await asyncio.to_thread(encode_chat, tokenizer, self.template, messages, tools=tools, options=options)
