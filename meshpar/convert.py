@@ -224,8 +224,7 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
         write_family_adapter(folder, run.model, run.lora, params, base, _companions(run, saved))
         return
     if not (model := run.model.hugging_face()):
-        what = f"{saved.folder} holds {model.because}"
-        raise CheckpointError(f"{what}, whose parameters have no names in PEFT")
+        raise CheckpointError(f"{saved.folder} holds {model.because}")
     if model.low_rank:
         raise CheckpointError(f"{saved.folder} adapts a compressed model, which PEFT has not; export with --format hf")
     base = base or base_of(run, saved.run_dir)

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 import meshpar
 from meshpar import convert
 from meshpar.errors import CheckpointError, ConfigError, Problems
+from meshpar.experiment.config import Init
 from meshpar.interop import peft_export
-from meshpar.interop.export import export
+from meshpar.interop.export import export, keep_model_files
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, MAGNITUDES, AdaptedTensor, adapted
 from meshpar.interop.safetensors import tensors_in
@@ -225,6 +226,21 @@ def test_a_run_without_lora_has_no_adapter(base, tmp_path):
     convert.from_hf(base, tmp_path / "plain", ["mesh.data=8"])
     with pytest.raises(CheckpointError, match="trained without LoRA"):
         convert.to_peft(tmp_path / "plain", tmp_path / "none")
+
+    def base_of(run_dir: Path, began: str) -> str:
+        """The base of a run that began with a checkpoint of the converted one."""
+        run_dir.mkdir(exist_ok=True)
+        record = {"kind": "restored", "step": 0, "source": str(tmp_path / "plain" / "checkpoints" / began)}
+        (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        keep_model_files(tmp_path / "plain" / "hugging_face", run_dir)
+        run = continued(base, None, run_dir)
+        return convert.base_of(run.model_copy(update={"init": Init(from_checkpoint=tmp_path / "plain")}), run_dir)
+
+    assert base_of(tmp_path / "run", "0") == base_of(tmp_path / "plain", "0") == str(base)
+    with pytest.raises(
+        ConfigError, match=r"began with .*/plain/checkpoints/4, .*; meshpar export .*/4 FOLDER --format hf"
+    ):
+        base_of(tmp_path / "run", "4")
 
 
 NF4: dict[str, Any] = {"kind": "nf4", "group": 4, "double": True}
