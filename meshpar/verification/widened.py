@@ -6,6 +6,7 @@ The loss is traced, and each operation is bound again with wide dtypes. The wide
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,15 +45,18 @@ def in_float64(loss: Callable[..., LossSums]) -> Callable[..., LossSums]:
         try:
             closed, result = jax.make_jaxpr(loss, return_shape=True)(*args)
         except TypeError:  # a loop begins with float32, and computes with the parameters
-            return _in_float64(loss, args)
+            closed, result = _in_32_bits(loss, args)
         if not _has_narrow(closed.jaxpr):
             return loss(*args)
         try:
-            return _in_float64(loss, args)
+            leaves = _evaluate(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
         except VerificationError:
             if result.loss.dtype in WIDE:
                 raise
             return loss(*args)
+        found = jax.tree.unflatten(jax.tree.structure(result), leaves)
+        # A run's state keeps the dtype that the model gave it, as Flax's statistics of batches do.
+        return replace(found, carried=jax.tree.map(lambda x, old: x.astype(old.dtype), found.carried, args[3]))
 
     return wide
 
@@ -70,13 +74,11 @@ def of_model(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
     return first
 
 
-def _in_float64(loss: Callable[..., LossSums], args: Any) -> Any:
-    """Traces the loss with float32 arguments, as the model is written, and evaluates its operations in float64."""
-    leaves = jax.tree.leaves(args)
+def _in_32_bits(loss: Callable[..., LossSums], args: Any) -> tuple[ClosedJaxpr, Any]:
+    """Traces the loss as it is written, for a model that cannot be traced with float64."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _NARROW.get(x.dtype, x.dtype)), args)
     with jax.enable_x64(False):
-        closed, result = jax.make_jaxpr(loss, return_shape=True)(*structs)
-    return jax.tree.unflatten(jax.tree.structure(result), _evaluate(closed.jaxpr, closed.consts, *leaves))
+        return jax.make_jaxpr(loss, return_shape=True)(*structs)
 
 
 def _has_narrow(jaxpr: Jaxpr) -> bool:

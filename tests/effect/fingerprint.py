@@ -22,7 +22,7 @@ import numpy as np
 
 from meshpar import Run, fit
 from meshpar.config import Config
-from meshpar.experiment import actions
+from meshpar.experiment import fit_run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.serve.rollouts import Rollouts
 from meshpar.train.training import Training
@@ -76,7 +76,7 @@ def loop(run: Run, **arguments: Any) -> str:
     def call(folder: Path) -> Any:
         return fit(run.model_copy(update={"run_dir": folder / run.run_dir.name}), **{"json": True} | arguments)
 
-    return spied_on(actions, ("Loop", "checkpoints", "recorder"), call)
+    return spied_on(fit_run, ("Loop", "checkpoints", "recorder"), call)
 
 
 def spied_on(module: Any, names: Sequence[str], call: Callable[[Path], Any], shown: tuple[type, ...] = ()) -> str:
