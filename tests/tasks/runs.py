@@ -45,7 +45,7 @@ def of(mapping: dict[str, Any]) -> Run:
     made = Run.model_validate(mapping)
     named = ((made.model, "target"), (made.loss, "target"), (made.data, "target"), (made.data, "transform"))
     for section, key in named:
-        if target := getattr(section, key, None):
+        if ":" in (target := getattr(section, key, None) or ""):
             user_code.permit(target, None)
     for callback in made.callbacks:
         user_code.permit(callback.target, None)

@@ -10,16 +10,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from meshpar import ConfigError, DataError, Images, fit
 from meshpar.data.images import augment
 from meshpar.data.rows.spec import COUNTED
 from tests import pictures
+from tests.interop.encoders import computed_by, config_of, saved
 from tests.tasks import runs
 
 SIZE = (16, 16)
 VARIED = {"mixup": 0.4, "cutmix": 1.0}
+MEAN, STD = [0.5, 0.4, 0.3], [0.5, 0.25, 0.2]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,19 @@ def test_rows_are_what_pillow_gives_in_each_format(written, found, name):
         np.testing.assert_array_equal(batch["image"][place], np.asarray(expected))
         assert batch["label"][place] == label
     assert [int(one[COUNTED].sum()) for one in held_out.batches()] == [8, 8, 8, 6]
+
+
+def test_normalized_rows_are_what_transformers_makes_of_a_picture(written, found):
+    """Of the size that is asked for, so that neither crops."""
+    processor = ViTImageProcessorPil(size={"height": 24, "width": 24}, image_mean=MEAN, image_std=STD)
+    config = Images(path=str(written["folders"]), size=(24, 24), batch_size=30, augment=None, center=1.0,
+                    mean=tuple(MEAN), std=tuple(STD), held_out_path=str(written["folders"]))  # fmt: skip
+    rows = config.datasets(0)[1].rows(0, np.arange(30))["image"]
+    same_size = [i for i in range(30) if i % 3 == i % 5 == 0]
+    opened = [Image.open(io.BytesIO(found[i][0])) for i in same_size]
+    want = processor(opened, return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+    np.testing.assert_allclose(rows[same_size], want, rtol=0, atol=1e-6)
+    assert np.abs(want - rows[::-1][same_size]).max() > 0.1
 
 
 def test_a_jpeg_at_a_smaller_scale_is_near_to_the_whole_one():
@@ -261,6 +278,9 @@ REFUSED = {
     "held out twice": ({"held_out_path": "a", "held_out_fraction": 0.1}, "leave one of them out"),
     "folders": ({"num_classes": 3, "glob": "*"}, "glob, num_classes: of files with labels"),
     "mixing": ({"format": "parquet", "augment": {"mixup": 1.0}}, "which needs num_classes"),
+    "a mean of gray": ({"channels": 1, "mean": [0.5, 0.5, 0.5]}, "mean: has 3 numbers for 1 channels"),
+    "a deviation of bytes": ({"dtype": "uint8", "std": [1, 1, 1]}, "std: of numbers from 0 to 1"),
+    "no deviation": ({"std": [1, 0, 1]}, "greater than 0"),
     "area": ({"augment": {"crop_area": [0.5, 1.5]}}, "1.5 is more than the whole picture"),
     "ratio": ({"augment": {"crop_ratio": [2, 1]}}, "[2.0, 1.0] are no bounds"),
 }
@@ -296,7 +316,8 @@ def pixels(path, **changes):
         "held_out_fraction": 0.2,
     }
     of_data = {key: value for key, value in (base | changes.pop("data", {})).items() if key != "target"}
-    mapping = runs.mapping(changes.pop("run_dir"), model={"target": "tests.tasks.own:Pixels"}, **changes)
+    model = changes.pop("model", {"kind": "import", "target": "tests.tasks.own:Pixels"})
+    mapping = runs.mapping(changes.pop("run_dir"), **changes) | {"model": model}
     return runs.of(mapping | {"data": of_data, "mesh": {"data": 2, "fsdp": 4}, "rules": ["fsdp"]})
 
 
@@ -318,3 +339,19 @@ def test_a_run_records_how_many_rows_it_skipped(damaged, tmp_path):
     )
     train = runs.records(tmp_path, "train")
     assert train[-1]["rows_skipped"] in (2, 3) and train[0]["rows_skipped"] in (0, 1)
+
+
+def test_a_pretrained_vit_begins_with_the_loss_of_transformers(written, tmp_path):
+    """Pictures of folders, normalized, on data 2 x fsdp 4."""
+    reference = saved("vit", "classify", tmp_path / "vit", image_size=16, num_labels=3, num_hidden_layers=1)
+    given = {"augment": None, "mean": MEAN, "std": STD}
+    run = pixels(
+        written["folders"], run_dir=tmp_path / "run", num_steps=1, data=given,
+        init={"from_hf": str(tmp_path / "vit")}, model={"kind": "encoder", "config": config_of(tmp_path / "vit")},
+    )  # fmt: skip
+    with jax.numpy_dtype_promotion("standard"):
+        fit(run, json=True)
+    batch = run.data.datasets(run.seed)[0].rows(0, np.arange(8))
+    labels = torch.tensor(batch["label"], dtype=torch.long)
+    want = torch.nn.functional.cross_entropy(torch.tensor(computed_by(reference, batch)["logits"]), labels)
+    assert runs.records(tmp_path / "run", "train")[0]["loss"] == pytest.approx(float(want), abs=1e-5)

@@ -62,6 +62,7 @@ class Whole:
       dtype: float32 for numbers from 0 to 1, uint8 for 0 to 255.
       center: the part of the largest centered rectangle, of the proportions of `size`, by its edges.
       num_classes: the label becomes a weight for each class, float32[num_classes]; None for the number of the class.
+      mean, std: of each channel, by which numbers from 0 to 1 are normalized; None for 0 and 1.
     """
 
     size: Size
@@ -69,6 +70,8 @@ class Whole:
     dtype: str
     center: float
     num_classes: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
 
     def __call__(self, row: Row, draw: np.random.Generator) -> Row:
         picture = opened(row["picture"])
@@ -79,6 +82,8 @@ class Whole:
         """The row of an image uint8[height, width, channels]."""
         if self.dtype == "float32":
             image = np.divide(image, np.float32(255), dtype=np.float32)
+            image = image if self.mean is None else image - np.array(self.mean, np.float32)
+            image = image if self.std is None else image / np.array(self.std, np.float32)
         return {"image": image, "label": label}
 
     def weights(self, label: int) -> Any:

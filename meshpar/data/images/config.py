@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -59,6 +59,11 @@ class Images(RowData):
     """3 for red, green and blue; 1 for gray."""
     dtype: Literal["float32", "uint8"] = "float32"
     """Of a row's image: `float32` for numbers from 0 to 1; `uint8` for 0 to 255, a fourth of the bytes."""
+    mean: tuple[float, ...] | None = None
+    """One number for each channel, subtracted from numbers from 0 to 1: `image_mean` in the `preprocessor_config.json`
+    of a pretrained model."""
+    std: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """One number for each channel, which divides them then: `image_std` in that file."""
     augment: Section[Augment | None] = default(Augment())
     """How the pictures of the training vary; null for the center of each, as in evaluations."""
     center: float = Field(default=0.875, gt=0, le=1)
@@ -76,6 +81,15 @@ class Images(RowData):
         mixes = self.augment is not None and self.augment.mixes
         if mixes and self.format != "folders" and self.num_classes is None:
             raise ValueError("augment mixes labels, which needs num_classes, the number of classes")
+        return self
+
+    @model_validator(mode="after")
+    def _normalizes_each_channel(self) -> Self:
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if numbers is not None and self.dtype == "uint8":
+                raise ValueError(f"{name}: of numbers from 0 to 1, and not of dtype: uint8")
+            if numbers is not None and len(numbers) != self.channels:
+                raise ValueError(f"{name}: has {len(numbers)} numbers for {self.channels} channels")
         return self
 
     @model_validator(mode="after")
@@ -134,7 +148,8 @@ class Images(RowData):
     @property
     def _whole(self) -> Whole:
         mixes = self.augment is not None and self.augment.mixes
-        return Whole(self.size, self.channels, self.dtype, self.center, self._num_classes if mixes else None)
+        num_classes = self._num_classes if mixes else None
+        return Whole(self.size, self.channels, self.dtype, self.center, num_classes, self.mean, self.std)
 
     @property
     def _num_classes(self) -> int | None:
