@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshpar.synonyms import meant
@@ -126,6 +126,10 @@ class Problems:
 
     def add(self, where: str, what: str, fix: str = "") -> None:
         self.found.append(Problem(where, what, fix))
+
+    def extend(self, others: Problems, prefix: str) -> None:
+        """Adds others, whose places are below `prefix`."""
+        self.found += [replace(one, where=f"{prefix}{one.where}") for one in others.found]
 
     def __len__(self) -> int:
         return len(self.found)

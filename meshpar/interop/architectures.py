@@ -53,19 +53,18 @@ def read(config: Json, where: str, problems: Problems, most_layers: int = LARGES
     except pydantic.ValidationError as invalid:
         _report(invalid, {field: key for key, field in architecture.keys.items()}, found)
     if model is not None:
-        _check_layer_types(config, kind, model, found)
-    for problem in found.found:
-        problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
+        check_layer_types(config, CONFIG_CLASSES[kind], model.window, model.num_layers, found)
+    problems.extend(found, f"{where}: ")
     return None if found else model
 
 
-def _check_layer_types(config: Json, kind: str, model: DecoderModel, found: Problems) -> None:
-    """Reports types of layers that the class does not have: its layers have one window, or none."""
+def check_layer_types(config: Json, own: ConfigClass, window: int | None, num: int, found: Problems) -> None:
+    """Reports types of layers of a class that has none: all of its layers have one window, or none."""
     types = config.get("layer_types")
-    own = "full_attention" if model.window is None else "sliding_attention"
-    if "layer_types" in CONFIG_CLASSES[kind].defaults or not isinstance(types, list) or {*map(str, types)} <= {own}:
+    computed = "full_attention" if window is None else "sliding_attention"
+    if "layer_types" in own.defaults or types is None or types == [computed] * num:
         return
-    what = f"is {excerpt(repr(types))}, and {CONFIG_CLASSES[kind].called} computes {own} in every layer"
+    what = f"is {excerpt(repr(types))}, and {own.called} computes {computed} in every layer"
     found.add("layer_types", what, "leave it out, to compute what transformers does")
 
 
@@ -109,7 +108,7 @@ def _asks(key: str, value: Any, own: ConfigClass) -> bool:
     is_neutral = value is None or (key in neutral and value == neutral[key])
     # Such a class computes its window anyway.
     is_neutral |= key == "use_sliding_window" and value is True and "sliding_window" in own.defaults
-    # `_check_layer_types` compares layer_types with the layers.
+    # `check_layer_types` compares layer_types with the layers.
     return not (is_neutral or key.startswith("_") or key in OUTSIDE | WITHOUT_EFFECT | {"layer_types"})
 
 

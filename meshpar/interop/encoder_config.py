@@ -16,7 +16,6 @@ from meshpar.models.families.keys import Keys
 from meshpar.models.foreign import Json
 
 MOST_CLASSES = 2**20
-OF_TRAINING = frozenset({"initializer_range"})
 AGAIN = "_dict"
 """The end of the second name of a part, which older files have beside the first."""
 
@@ -62,16 +61,15 @@ def encoder_options(config: Json, wanted: Wanted, where: str, problems: Problems
     keys = {"": _keys(_without(config, of_parts | {"id2label", "label2id"}), own, family, found)}
     inner = {name: Problems() for name in family.parts}
     for name, kind in family.parts.items():
-        of_part = CONFIG_CLASSES[kind]
-        keys[name] = _keys(_part(config, name, of_part, found), of_part, family, inner[name])
+        called = CONFIG_CLASSES[kind]
+        keys[name] = _keys(_part(config, name, called, found), called, family, inner[name])
     options = family.read(keys if family.parts else keys[""], wanted)
     for name, one in keys.items():
-        one.read |= family.without_effect | OF_TRAINING | {*family.parts}
+        one.read |= family.without_effect | {*family.parts}
         check_unread(one, CONFIG_CLASSES[family.parts[name]] if name else own)
-    for name, problems_of in {"": found, **inner}.items():
-        for problem in problems_of.found:
-            at = f"{name}.{problem.where}" if name else problem.where
-            problems.add(f"{where}: {at}", problem.what, problem.fix)
+    problems.extend(found, f"{where}: ")
+    for name, of_part in inner.items():
+        problems.extend(of_part, f"{where}: {name}.")
     return options if not found and not any(inner.values()) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -33,7 +33,7 @@ from meshpar.interop.family_model import (
     raise_as_values,
     write_model,
 )
-from meshpar.interop.family_tensors import expected, module_of, places_of, split
+from meshpar.interop.family_tensors import expected, places_of, split
 from meshpar.interop.huggingface import CONFIG, compare_one, tensors_of
 from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract, Task, Unsupported, Vocabulary
@@ -102,7 +102,7 @@ class EncoderModel(FamilyModel):
     @property
     def wanted(self) -> Wanted:
         """The head, and what it needs."""
-        own = described(self.config, self.encoder_family)
+        own = described(self.config, self.family)
         return Wanted(self._named or own.head, self.num_labels or own.num, self.pooling or "mean")
 
     @cached_property
@@ -112,17 +112,10 @@ class EncoderModel(FamilyModel):
         return options
 
     @property
-    def encoder_family(self) -> EncoderFamily:
+    def family(self) -> EncoderFamily:  # pyright: ignore[reportIncompatibleMethodOverride]
         family = encoder_family(self.config)
         assert family is not None
         return family
-
-    @property
-    def family(self) -> EncoderFamily:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.encoder_family
-
-    def module(self) -> Any:
-        return module_of(self.options)
 
     @property
     def text(self) -> Text | None:
@@ -196,24 +189,10 @@ class EncoderPretrained(FamilyPretrained):
 
     model: EncoderModel  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def check(self, model: ModelContract) -> None:
-        """Checks that the folder's tower is that of a run's model.
-
-        Raises:
-          ConfigError: it is another one.
-        """
-        self.check_kind(model)
-        assert isinstance(model, EncoderModel)
-        where = self.folder / CONFIG
-        wanted = replace(model.wanted, num=1)
-        if encoder_options(self.config, wanted, "", Problems()) != encoder_options(
-            model.config, wanted, "", Problems()
-        ):
-            keys = sorted(key for key in model.config.keys() | self.config.keys() if self._differs(model, key))
-            raise ConfigError(f"model.config differs from {where}: {', '.join(keys)}; leave model.config out")
-
-    def _differs(self, model: EncoderModel, key: str) -> bool:
-        return model.config.get(key) != self.config.get(key)
+    def _is_model(self, model: EncoderModel) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Whether the towers are the same; the heads may differ."""
+        own = encoder_options(self.config, model.wanted, "", Problems())
+        return own == model.options
 
     def fitted(self, model: ModelContract) -> EncoderPretrained:
         self.check(model)

@@ -11,7 +11,7 @@ from meshpar.models.config_classes import ConfigClass
 from meshpar.models.families import FAMILIES, REFUSED
 from meshpar.models.families.config_classes import CONFIG_CLASSES
 from meshpar.models.families.family import Family
-from meshpar.models.families.keys import FULL, ORIGINAL, SLIDING, Keys
+from meshpar.models.families.keys import ORIGINAL, Keys
 from meshpar.models.families.options import DecoderOptions
 from meshpar.models.foreign import REQUIRED, WITHOUT_EFFECT, Json
 
@@ -54,26 +54,15 @@ def options_of(config: Json, where: str, problems: Problems) -> DecoderOptions |
     keys = Keys(given, found)
     options = family.read(keys)
     check_unread(keys, own)
-    _check_layer_types(config, own, options, found)
-    for problem in found.found:
-        problems.add(f"{where}: {problem.where}", problem.what, problem.fix)
+    window = getattr(options.layers[0].attention, "window", None)
+    architectures.check_layer_types(config, own, window, len(options.layers), found)
+    problems.extend(found, f"{where}: ")
     return None if found else options
 
 
 def class_of(kind: str, family: Family) -> ConfigClass:
     name = family.called or kind
     return CONFIG_CLASSES.get(name) or config_classes.CONFIG_CLASSES[name]
-
-
-def _check_layer_types(config: Json, own: ConfigClass, options: DecoderOptions, found: Problems) -> None:
-    """Refuses types of layers of a class that has none: all of its layers have one window, or none."""
-    types = config.get("layer_types")
-    window = getattr(options.layers[0].attention, "window", None)
-    computed = FULL if window is None else SLIDING
-    if "layer_types" in own.defaults or types is None or types == [computed] * len(options.layers):
-        return
-    what = f"is {excerpt(repr(types))}, and {own.called} computes {computed} in every layer"
-    found.add("layer_types", what, "leave it out, to compute what transformers does")
 
 
 def check_unread(keys: Keys, own: ConfigClass) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,13 +17,12 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
 from meshpar.interop.export import LARGEST_FILE, copy_companions, whole_or_not, write_files
 from meshpar.interop.family_config import family_of, options_of
-from meshpar.interop.family_tensors import expected, places_of, shapes_in, shapes_of, split, written
+from meshpar.interop.family_tensors import expected, module_of, places_of, shapes_in, shapes_of, split, written
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import read_json
 from meshpar.interop.huggingface import CONFIG, Part, Pretrained, compare, tensors_of, with_prefix
 from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract, Unsupported, Vocabulary
-from meshpar.models.families.decoder import FamilyDecoder
 from meshpar.models.families.family import Family
 from meshpar.models.families.options import DecoderOptions
 from meshpar.models.foreign import EXPERT
@@ -75,7 +74,7 @@ class FamilyModel(Import):
         return family
 
     def module(self) -> Any:
-        return partial(FamilyDecoder, self.options)
+        return module_of(self.options)
 
     @property
     def vocab_size(self) -> int:
@@ -110,11 +109,15 @@ class FamilyPretrained(Pretrained):
         """
         self.check_kind(model)
         assert isinstance(model, FamilyModel)
-        where = self.folder / CONFIG
-        if model.options != self.model.options:
-            pairs = model.config.items() ^ self.model.config.items() if _is_plain(model, self.model) else ()
-            keys = ", ".join(sorted({key for key, _ in pairs} - {*DTYPES})) or "config"
-            raise ConfigError(f"model.config differs from {where}: {keys}; leave model.config out")
+        if not self._is_model(model):
+            ours, own = model.config, self.config
+            keys = sorted(key for key in {*ours, *own} - {*DTYPES} if ours.get(key) != own.get(key))
+            what = f"differs from {self.folder / CONFIG}: {', '.join(keys) or 'config'}"
+            raise ConfigError(f"model.config {what}; leave model.config out")
+
+    def _is_model(self, model: FamilyModel) -> bool:
+        """Whether the folder has the parameters of a run's model."""
+        return model.options == self.model.options
 
     def check_kind(self, model: ModelContract) -> None:
         """Checks that a run's model is of the folder's kind, and begins with it as it is.
@@ -166,10 +169,6 @@ def raise_as_values(problems: Problems) -> None:
         raise ValueError(
             "\n".join("; ".join(filter(None, (f"{one.where}: {one.what}", one.fix))) for one in problems.found)
         )
-
-
-def _is_plain(*models: FamilyModel) -> bool:
-    return all(isinstance(value, (str, int, float, type(None))) for one in models for value in one.config.values())
 
 
 def open_family(folder: Path, config: dict[str, Any]) -> FamilyPretrained:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -134,13 +132,3 @@ def written(
 
 def _stacked(make: Any, count: int) -> np.ndarray:
     return np.stack([make((index,)) for index in range(count)])
-
-
-def numbered_name(name: str) -> str:
-    """The name of a tensor with `*` for the number of its layer, for problems."""
-    return re.sub(r"\.\d+\.", f".{LAYER}.", name, count=1)
-
-
-def abstract(options: Options) -> Any:
-    """Structs of the parameters."""
-    return {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes_of(options).items()}

@@ -34,7 +34,7 @@ from meshpar.models.encoders.family import Wanted
 from meshpar.verification.trial import Trial
 from tests.interop.encoders import ALL, CASES, END, HEADS, VOCAB, computed_by, config_of, inputs, saved
 
-IN_CI = [("bert", "hidden"), ("roberta-pad", "classify"), ("modernbert-biases", "masked_tokens"),
+IN_CI = [("roberta-pad", "classify"), ("modernbert-biases", "masked_tokens"),
          ("vit-wide", "classify"), ("clip", "pairs")]  # fmt: skip
 
 

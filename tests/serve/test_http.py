@@ -451,6 +451,9 @@ def test_bad_requests_are_refused_with_the_reason(one):
             "has no chat template"
             in (await client.post("/v1/chat/completions", messages=MESSAGES)).json["error"]["message"]
         )
+        vectors = await client.post("/v1/embeddings", input="a")
+        assert (vectors.status, vectors.json["error"]["code"]) == (400, "no_embeddings")
+        assert "serve an encoder: BERT, RoBERTa or ModernBERT" in vectors.json["error"]["message"]
         assert (await client.send("/v1/completions", b"{", headers=JSON)).status == 400
         assert (await client.send("/v1/completions", b"{}", headers={"content-type": "text/plain"})).status == 400
         assert (await client.send("/v1/completions", b" " * (2**22 + 1))).status == 413

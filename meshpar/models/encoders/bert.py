@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from meshpar.models.encoders.family import (
     EncoderFamily,
     Options,
@@ -22,7 +25,6 @@ LAYER = {
     "attn_norm": "attention.output.LayerNorm", "up": "intermediate.dense", "down": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }  # fmt: skip
-TRAINING = frozenset({"initializer_range"})
 
 
 def _tower(keys: Keys, counts_tokens: bool) -> Text:
@@ -44,35 +46,21 @@ def _classifier_dropout(keys: Keys) -> float:
     return rate(keys, "hidden_dropout_prob" if keys.value("classifier_dropout") is None else "classifier_dropout")
 
 
-def _vocabulary(keys: Keys, tower: Text, transform: Transform) -> Vocabulary:
-    keys.only("tie_word_embeddings", True, "the output projection is the embedding here; tie_word_embeddings: true")
-    return Vocabulary(transform=transform)
+def _read(keys: Keys, wanted: Wanted, is_roberta: bool = False) -> Options:
+    tower = _tower(keys, counts_tokens=is_roberta)
+    return EncoderOptions(tower=tower, head=_head(keys, tower, wanted, is_roberta))
 
 
-def _bert(keys: Keys, wanted: Wanted) -> Options:
-    tower = _tower(keys, counts_tokens=False)
-    pooler = Transform(act="tanh", width=tower.width)
+def _head(keys: Keys, tower: Text, wanted: Wanted, is_roberta: bool) -> Head:
     dropout = _classifier_dropout(keys)
-    transform = Transform(act=keys.act(), width=tower.width, norm=tower.norm)  # pyright: ignore[reportArgumentType]
-    return EncoderOptions(tower=tower, head=_head(keys, tower, wanted, transform, pooler, (dropout, 0.0)))
-
-
-def _roberta(keys: Keys, wanted: Wanted) -> Options:
-    tower = _tower(keys, counts_tokens=True)
     pooler = Transform(act="tanh", width=tower.width)
-    dropout = _classifier_dropout(keys)
-    transform = Transform(act="gelu", width=tower.width, norm=tower.norm)
-    return EncoderOptions(tower=tower, head=_head(keys, tower, wanted, transform, pooler, (dropout, dropout)))
-
-
-def _head(
-    keys: Keys, tower: Text, wanted: Wanted, transform: Transform, pooler: Transform, dropouts: tuple[float, float]
-) -> Head:
     keys.value("tie_word_embeddings")
     if wanted.head == "masked_tokens":
-        return _vocabulary(keys, tower, transform)
+        keys.only("tie_word_embeddings", True, "the output projection is the embedding here; tie_word_embeddings: true")
+        act: Any = "gelu" if is_roberta else keys.act()
+        return Vocabulary(transform=Transform(act=act, width=tower.width, norm=tower.norm))
     if wanted.head == "classify":
-        dropout, input_dropout = dropouts
+        input_dropout = dropout if is_roberta else 0.0
         return Classes(num=wanted.num, transform=pooler, dropout=dropout, input_dropout=input_dropout)
     return Pairs(pooling=wanted.pooling) if wanted.head == "pairs" else Hidden(pooler=pooler)
 
@@ -117,13 +105,13 @@ def _roberta_names(options: Options) -> Names:
 PUBLISHED = {"position_embedding_type": "absolute"}
 FAMILIES = {
     "bert": EncoderFamily(
-        _bert, _bert_names, "bert.",
+        _read, _bert_names, "bert.",
         {"hidden": "BertModel", "masked_tokens": "BertForMaskedLM", "classify": "BertForSequenceClassification"},
         like={"BertForPreTraining": "masked_tokens"},
         others=(r"cls\..*", r"(bert\.)?pooler\..*", r"classifier\..*"), neutral=PUBLISHED,
     ),
     "roberta": EncoderFamily(
-        _roberta, _roberta_names, "roberta.",
+        partial(_read, is_roberta=True), _roberta_names, "roberta.",
         {"hidden": "RobertaModel", "masked_tokens": "RobertaForMaskedLM",
          "classify": "RobertaForSequenceClassification"},
         others=(r"lm_head\..*", r"(roberta\.)?pooler\..*", r"classifier\..*"), neutral=PUBLISHED,

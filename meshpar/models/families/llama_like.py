@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from meshpar.models.families.family import Family, exact, named
@@ -41,12 +40,6 @@ def decoder(keys: Keys, layers: list[Layer], norm: Norm, **options: Any) -> Deco
         max_seq_len=keys.size("max_position_embeddings"),
         **{"is_tied": keys.flag("tie_word_embeddings")} | options,
     )  # fmt: skip
-
-
-def per_window(keys: Keys, of: Mapping[str, Any], default: list[str]) -> list[Attention]:
-    """The attention of each layer, whose window is by `layer_types`."""
-    windows = keys.windows(default)
-    return [Attention(**of, window=window) for window in windows]
 
 
 def _seed_oss(keys: Keys) -> DecoderOptions:

@@ -150,7 +150,7 @@ class Endpoints:
         """`/v1/embeddings`, which only an encoder answers, see `http.embeddings`."""
         self._authorize(http)
         what = f"{self.name} generates text, and says nowhere how a text's vector is made of its tokens"
-        raise ApiError(400, f"{what}; serve an encoder", code="no_embeddings")
+        raise ApiError(400, f"{what}; serve an encoder: BERT, RoBERTa or ModernBERT", code="no_embeddings")
 
     async def models(self, http: HttpRequest) -> Response:
         """`/v1/models`."""
