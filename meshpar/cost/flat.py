@@ -77,10 +77,16 @@ class Flat:
 
     Args:
       once: whether the body of a loop of one iteration stands in its place too.
+      merges: whether equal operations on elements are one, as XLA merges them; not those that `jax.checkpoint` repeats,
+        whose operands XLA gets behind a barrier.
     """
 
-    def __init__(self, jaxpr: Jaxpr, once: bool = False) -> None:
+    def __init__(self, jaxpr: Jaxpr, once: bool = False, merges: bool = False) -> None:
         self._once = once
+        self._merges = merges
+        self._made: dict[Any, list[int]] = {}
+        self._behind: Any = None
+        """The checkpoint that contains the equation."""
         self.operations: list[Operation] = []
         self.sizes: list[int] = []
         """Bytes of each value."""
@@ -105,13 +111,36 @@ class Flat:
             reads = [number(atom) for atom in equation.invars]
             inside = inner_jaxprs(equation)
             if self._is_call(equation) and len(inside) == 1 and len(inside[0].invars) == len(reads):
+                around, self._behind = (
+                    self._behind,
+                    id(equation) if equation.params.get("prevent_cse") else self._behind,
+                )
                 written = self._add(inside[0], dict(zip(inside[0].invars, reads, strict=True)))
+                self._behind = around
                 known |= zip(equation.outvars, written, strict=True)
+                continue
+            key = self._key(equation, reads)
+            if key and key in self._made:
+                known |= zip(equation.outvars, self._made[key], strict=True)
                 continue
             writes = [self._new(size_of(var)) for var in equation.outvars]
             known |= zip(equation.outvars, writes, strict=True)
+            if key:
+                self._made[key] = writes
             self.operations.append(Operation(equation, reads, writes, inside))
         return [number(atom) for atom in jaxpr.outvars]
+
+    def _key(self, equation: Any, reads: Sequence[int]) -> Any:
+        """What equal operations have in common; None for one that is not merged."""
+        if not self._merges or equation.primitive.name not in _FUSING:
+            return None
+        operands = [str(x) if isinstance(x, Literal) else i for x, i in zip(equation.invars, reads, strict=True)]
+        key = (self._behind, equation.primitive.name, *operands, *equation.params.items())
+        try:
+            hash(key)
+        except TypeError:  # a parameter that is a list or an array
+            return None
+        return key
 
     def _is_call(self, equation: Any) -> bool:
         is_once = self._once and equation.primitive.name == "scan" and equation.params["length"] == 1

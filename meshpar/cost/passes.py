@@ -1,9 +1,10 @@
 """Counts the passes over memory of the operations beside products, as the compilers of accelerators fuse them.
 
 An operation on elements joins the pass of what it reads. A pass reads each array once, whichever of its operations read
-it, and writes what products, collectives, loops or later passes read. The sum of a row is computed in the pass that
-reads the row. A sum over rows, as of the gradient of a norm's weights, or of the largest element of a column, ends its
-pass: what reads its result is in the next one. Products, collectives and loops end passes too.
+it, and writes what products, collectives, loops or later passes read. Equal operations are one. The sum of a row is
+computed in the pass that reads the row. A sum over rows, as of the gradient of a norm's weights, or of the largest
+element of a column, ends its pass: what reads its result is in the next one. Products, collectives and loops end passes
+too.
 
 XLA and TorchInductor fuse so (openxla.org/xla/gpu_architecture; Ansel et al. 2024, PyTorch 2), but with limits on the
 size of a kernel, which are not counted. `cost.touched` counts the smaller fusions of XLA:CPU.
@@ -52,7 +53,7 @@ def passes(program: ClosedJaxpr, mean: bool = False) -> dict[Touch, Fraction]:
 
 
 def _add(jaxpr: Jaxpr, times: Fraction, found: dict[Touch, Fraction], mean: bool) -> None:
-    body = _Body(Flat(jaxpr))
+    body = _Body(Flat(jaxpr, merges=True))
     for num_bytes in body.by_pass.values():
         if num_bytes > _SCALARS:
             found[Touch(num_bytes)] += times

@@ -24,7 +24,7 @@ TOLD = 0.05
 AHEAD = {
     # With twice the devices and the tokens of a row, steps took 1.53 times as long from 1 to 2, 2.37 from 2 to 4,
     # and 1.95 from 4 to 8 devices. No model of equal steps around a ring is near all of them.
-    "8B on 8, context 8": 0.25,
+    "8B on 8, context 8": 0.23,
 }
 """Rows whose tokens a second are predicted too high -> the largest error."""
 
@@ -103,7 +103,7 @@ def test_a_plan_states_how_published_steps_compare():
 @pytest.mark.slow
 def test_ratios_are_within_six_per_cent():
     off = {name: predicted / published - 1 for name, (published, predicted) in whole().of_ratios.items()}
-    known = {"context 4 over 1": 0.18, "context 8 over 1": 0.22}
+    known = {"context 4 over 1": 0.18, "context 8 over 1": 0.21}
     for name, error in off.items():
         assert abs(error) < known.get(name, 0.06), (name, error)
 

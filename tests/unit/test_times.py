@@ -85,6 +85,9 @@ def test_a_pass_reads_and_writes_what_it_must():
     columns = moved(lambda x: x / x.sum(0, keepdims=True), x)
     assert 3 * size <= columns <= 3 * size + 4 * 128 * 4, "a column's is not: two passes read x"
     assert moved(lambda x: jnp.tanh(x) @ x.T, x) == 2 * size, "a product reads an array"
+    twice = moved(lambda x, y: jnp.tanh(x) @ y + jnp.tanh(x).T @ y, jnp.ones((128, 128)), jnp.ones((128, 128)))
+    other = moved(lambda x, y: jnp.tanh(x) @ y + jnp.sin(x).T @ y, jnp.ones((128, 128)), jnp.ones((128, 128)))
+    assert other - twice == 128 * 128 * 4, "equal operations are one, whose result is written once"
     assert moved(lambda x: jnp.transpose(x).reshape(-1)[::-1].reshape(128, 64) @ x, x) == 0, "views"
     looped = moved(lambda x: jax.lax.scan(lambda y, _: (jnp.sin(y) @ y.T @ y, None), x, None, length=5)[0], x)
     assert looped == 5 * 2 * size
