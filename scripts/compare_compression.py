@@ -16,7 +16,7 @@ import io
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import islice
@@ -29,9 +29,13 @@ import numpy as np
 import optax
 
 from meshpar import Quantized, compress, fit, load
-from meshpar.serve.decoding import Decoding
-from meshpar.serve.generator import Generator
+from meshpar.data.tokenizer import Ids
+from meshpar.serve.answer import Answer
+from meshpar.serve.batch import Batch, requests_of
+from meshpar.serve.open_engine import open_batch
+from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.sampling import Sampling
+from meshpar.serve.scheduler import Capacity
 from meshpar.serve.source import open_source
 from meshpar.train.program import structs
 
@@ -67,6 +71,7 @@ VARIANTS = {
     "2 of 4 pruned, int8 weights": ("two_of_four", INT8, None),
     "2 of 4 pruned, int8 weights, int8 cache": ("two_of_four", INT8, "int8"),
 }
+NO_END = Ids(vocab_size=2**20, bos=2**20 - 1)
 ROWS, PROMPT, TOKENS, ROUNDS = 8, 32, 64, 16
 
 
@@ -110,15 +115,14 @@ class Measured:
                 with redirect_stdout(io.StringIO()):
                     compress(folder / run, there, **how)
         source = open_source(there, ONE_DEVICE)
-        decoding = Decoding(
-            model=source.model, ctx=source.ctx(source.run.mesh.build()), dtype=np.dtype("float32"), sampling=Sampling(),
-            num_rows=ROWS, prompt_len=PROMPT, max_tokens=TOKENS, cache_format=cache,
-        )  # fmt: skip
-        self.cache_bytes = decoding.cache_bytes
-        self.generator = Generator(decoding, source.restore)
-        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(self.generator.params))
+        precision = source.run.precision.model_copy(update={"params": "float32", "cache": cache})
+        source = replace(source, run=source.run.model_copy(update={"precision": precision}))
+        self.engine = engine = open_batch(source, Sampling(), num_rows=ROWS, longest=PROMPT, max_tokens=TOKENS)
+        self.cache_bytes = engine.decoding.cache_bytes
+        params = source.restore(structs(engine.decoding.params))
+        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
         held_out = source.run.data.datasets(source.run.seed)[1]
-        self.loss = loss_of(decoding, self.generator.params, list(islice(held_out.batches(), 8)))
+        self.loss = loss_of(engine.decoding, params, list(islice(held_out.batches(), 8)))
         self.times: list[float] = []
 
     @property
@@ -126,27 +130,25 @@ class Measured:
         return statistics.median(self.times)
 
     def decode(self) -> None:
+        prompt = np.frombuffer(b"def __init__(self, name, value):\n"[:PROMPT], np.uint8).tolist()
+        batch = Batch([Answer(NO_END, [], TOKENS) for _ in range(ROWS)])
         start = time.process_time()
-        for _ in self._turns():
+        for _ in batch.stream(self.engine, requests_of([prompt] * ROWS, TOKENS, Sampling())):
             pass
         self.times.append(time.process_time() - start)
 
-    def _turns(self) -> Iterator[np.ndarray]:
-        prompt = np.frombuffer(b"def __init__(self, name, value):\n"[:PROMPT], np.uint8).tolist()
-        return self.generator.turns([prompt] * ROWS)
 
-
-def loss_of(decoding: Decoding, params: Any, batches: Sequence[dict[str, np.ndarray]]) -> float:
+def loss_of(decoding: PagedDecoding, params: Any, batches: Sequence[dict[str, np.ndarray]]) -> float:
     """The mean loss of a token. Tokens attend to cached keys and values, and each row is one text."""
     num_rows, length = batches[0]["tokens"].shape
-    decoding = replace(decoding, num_rows=num_rows, prompt_len=length, max_tokens=1)
+    decoding = replace(decoding, capacity=Capacity.of_batch(1, num_rows, length, 0))
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decoding.cache))
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (num_rows, length))
     rows = {"positions": positions, "last": positions, "rows": jnp.arange(num_rows, dtype=jnp.int32)}
 
     @jax.jit
     def costs(tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        logits, _ = decoding.continued_logits(params, rows | {"tokens": tokens}, empty)
+        logits, _ = decoding.logits(params, rows | {"tokens": tokens}, empty)
         each = optax.softmax_cross_entropy_with_integer_labels(logits[..., : decoding.model.vocab_size], targets)
         return jnp.where(targets >= 0, each, 0).sum()
 

@@ -62,9 +62,9 @@ def counting(folder: Path) -> Source:
 def compare_batches(source: Source, slots: int, rounds: int) -> None:
     workload = bench.draw(6 * slots, source.model.vocab_size, LONGEST_PROMPT, LONGEST_ANSWER)
     engine = engine_of(source, slots, len(workload.prompts))
-    generator = bench.generator_of(source, workload, slots)
+    batches = bench.batch_engine(source, workload, slots)
     compare(
-        "batches", lambda: bench.generate("batches", generator, workload, slots),
+        "batches", lambda: bench.generate("batches", batches, workload, slots),
         "server", lambda: asyncio.run(bench.serve(engine, workload, math.inf)), rounds,
     )  # fmt: skip
 

@@ -14,15 +14,15 @@ from flax import nnx
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.attention.codes import CacheFormat
+from meshpar.nn.attention.paged import EmptyPages, PagedCache
 from meshpar.nn.describe import functional
 from meshpar.nn.experts import Experts
 from meshpar.nn.rotary import Llama3
 from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.decoding import Decoding
+from meshpar.serve.batch import requests_of
 from meshpar.serve.drafts import Drafter
 from meshpar.serve.engine import Engine
-from meshpar.serve.generator import Generator
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.sampling import Sampling
@@ -76,13 +76,6 @@ def params(model: str) -> Any:
     return jax.tree.map(lambda x: np.asarray(x) if x.dtype.kind in "iu" else 3 * np.asarray(x, np.float64), drawn)
 
 
-def decoding(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Decoding:  # noqa: B008
-    """In float64, on as many devices as the layout needs."""
-    sizes = {"num_rows": len(PROMPTS), "prompt_len": 6, "max_tokens": MAX_TOKENS} | sizes
-    ctx = context(model, layout, lowering)
-    return Decoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, sampling=sampling, **sizes)
-
-
 def context(model: str, layout: str, lowering: str) -> ParallelContext:
     axes, presets = LAYOUTS[layout]
     more = {"kv_heads": ()} if "gqa" in model and axes.get("tensor") == 4 else {}
@@ -124,30 +117,48 @@ def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return list(answers.values())
 
 
-def generator(model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), **sizes: Any) -> Generator:  # noqa: B008
-    return Generator(
-        decoding(model, layout, lowering, sampling, **sizes), lambda structs: placed(params(model), structs)
-    )
+def batch_decoding(
+    model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), *,  # noqa: B008
+    num_rows: int = len(PROMPTS), longest: int = 6, max_tokens: int = MAX_TOKENS, **settings: Any,
+) -> PagedDecoding:  # fmt: skip
+    """The settings of `generate`."""
+    ctx = context(model, layout, lowering)
+    capacity = Capacity.of_batch(ctx.shards("batch"), num_rows, longest, max_tokens)
+    return PagedDecoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, sampling=sampling, capacity=capacity, **settings)
+
+
+def batch_engine(
+    model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), drafter: Drafter | None = None,  # noqa: B008
+    **settings: Any,
+) -> Engine:  # fmt: skip
+    num_drafts = drafter.num_drafts if drafter else 0
+    decoding = batch_decoding(model, layout, lowering, sampling, num_drafts=num_drafts, **settings)
+    return Engine(decoding, lambda structs: placed(params(model), structs), drafter)
+
+
+def generated(
+    model: str, layout: str, lowering: str, sampling: Sampling = Sampling(), *,  # noqa: B008
+    prompts: Sequence[Sequence[int]] = PROMPTS, **settings: Any,
+) -> np.ndarray:  # fmt: skip
+    """int32[prompts, MAX_TOKENS]: the answers to a batch."""
+    computed = batch_engine(model, layout, lowering, sampling, num_rows=len(prompts), **settings)
+    return np.asarray(served(computed, requests_of(prompts, MAX_TOKENS, sampling)))
 
 
 def placed(arrays: Any, structs: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), arrays, structs)
 
 
-def tokens(generator: Generator, prompts: Sequence[Sequence[int]] = PROMPTS) -> np.ndarray:
-    """int32[prompts, max_tokens]."""
-    return np.stack(list(generator.turns(prompts)), axis=1)
-
-
 def cached_logits(model: str, layout: str, lowering: str, rows: np.ndarray) -> np.ndarray:
     """float64[prompts, MAX_TOKENS, vocab]: the logits after each row's prompt, and after each further token."""
-    decode = decoding(model, layout, lowering)
+    decode = batch_decoding(model, layout, lowering)
     arrays = placed(params(model), structs(decode.params))
     cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decode.cache))
     ends = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     positions = np.broadcast_to(np.arange(6, dtype=np.int32), (len(rows), 6))
     extend = jax.jit(decode.logits)
-    logits, cache = extend(arrays, _batch(rows[:, :6], positions, ends - 1), cache)
+    logits, cache = extend(arrays, _batch(rows[:, :6], positions, ends - 1), EmptyPages(*cache))
+    cache = PagedCache(*cache)
     found = [logits]
     for turn in range(MAX_TOKENS - 1):
         at = (ends + turn)[:, None]

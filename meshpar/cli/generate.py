@@ -12,7 +12,7 @@ from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, echo, is_f
 from meshpar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from meshpar.serve.generator import Piece
+    from meshpar.serve.answer import Piece
 
 Draft = Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")]
 Ngrams = Annotated[

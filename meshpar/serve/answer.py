@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 from meshpar.serve.scores import Score
@@ -13,6 +13,22 @@ Finish = Literal["stop", "end", "length"]
 """Why an answer ended: at a stop string, at an end id, or at `max_tokens`."""
 CONTEXT = 16
 """Tokens of a prompt that are decoded with the first ones of its answer: some decoders drop a text's first space."""
+
+
+class Piece(NamedTuple):
+    """The next piece of an answer.
+
+    Args:
+      row: index of the prompt.
+      text: may be empty.
+      finish: why the answer ends with this piece; None if it continues.
+      num_tokens: tokens of the answer up to here, if they are counted.
+    """
+
+    row: int
+    text: str
+    finish: Finish | None
+    num_tokens: int = 0
 
 
 class Answer:

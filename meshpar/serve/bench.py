@@ -17,9 +17,9 @@ import numpy as np
 
 from meshpar.data.tokenizer import Ids
 from meshpar.serve.answer import Answer
-from meshpar.serve.decoding import Decoding
+from meshpar.serve.batch import Batch
 from meshpar.serve.engine import Engine
-from meshpar.serve.generator import Generator
+from meshpar.serve.open_engine import open_batch
 from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request
@@ -122,9 +122,9 @@ def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[fl
     """
     loads = [asyncio.run(serve(engine, workload, rate)) for rate in (*rates, math.inf)]
     num_rows = engine.decoding.capacity.num_rows
-    loads.append(generate("batches", generator_of(source, workload, num_rows), workload, num_rows))
+    loads.append(generate("batches", batch_engine(source, workload, num_rows), workload, num_rows))
     few = workload.cut(max(1, len(workload.prompts) // 4))
-    loads.append(generate("one by one", generator_of(source, few, 1), few, 1))
+    loads.append(generate("one by one", batch_engine(source, few, 1), few, 1))
     return ServeBench(f"{len(workload.prompts)} requests, {workload.num_tokens} tokens; {engine}", tuple(loads))
 
 
@@ -183,33 +183,30 @@ async def _running(engine: Engine, observer: Observer) -> AsyncIterator[Service]
         await task
 
 
-def generator_of(source: Source, workload: Workload, num_rows: int) -> Generator:
-    """Generation in batches of so many rows, of the workload's longest prompt and answer."""
-    ctx = source.ctx(source.run.mesh.build())
-    shards = ctx.shards("batch")
-    decoding = Decoding(
-        model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=GREEDY,
-        num_rows=-(-num_rows // shards) * shards, prompt_len=max(map(len, workload.prompts)),
-        max_tokens=max(workload.lengths), cache_format=source.run.precision.cache,
-    )  # fmt: skip
-    return Generator(decoding, source.restore)
+def batch_engine(source: Source, workload: Workload, num_rows: int) -> Engine:
+    """The engine of `generate` for batches of so many rows, of the workload's longest prompt and answer."""
+    longest = max(map(len, workload.prompts))
+    return open_batch(source, GREEDY, num_rows=num_rows, longest=longest, max_tokens=max(workload.lengths))
 
 
-def generate(name: str, generator: Generator, workload: Workload, num_rows: int) -> Load:
+def generate(name: str, engine: Engine, workload: Workload, num_rows: int) -> Load:
     """Answers one batch after the other; each goes on until its longest answer ends."""
-    tokenizer = _no_end(generator.decoding.model.vocab_size)
+    tokenizer = _no_end(engine.vocab_size)
     first: list[float] = []
     between: list[float] = []
-    seconds = 0.0
     for begin in range(0, len(workload.prompts), num_rows):
-        batch = slice(begin, begin + num_rows)
-        answers = [Answer(tokenizer, [], length) for length in workload.lengths[batch]]
-        for _ in generator.stream(workload.prompts[batch], answers):
+        rows = slice(begin, begin + num_rows)
+        requests = [
+            Request(prompt=prompt, max_tokens=length, sampling=GREEDY, index=i)
+            for i, (prompt, length) in enumerate(zip(workload.prompts[rows], workload.lengths[rows], strict=True))
+        ]
+        batch = Batch([Answer(tokenizer, [], request.max_tokens) for request in requests])
+        for _ in batch.stream(engine, requests):
             pass
-        first.append(generator.turn_s[0])
-        between.extend(generator.turn_s[1:])
-        seconds += sum(generator.turn_s)
-    return Load(name, math.inf, workload.num_tokens / seconds, _percentiles(first), _percentiles(between))
+        first.append(sum(batch.prefill_s))
+        between.extend(batch.decode_s)
+    tokens_per_s = workload.num_tokens / (sum(first) + sum(between))
+    return Load(name, math.inf, tokens_per_s, _percentiles(first), _percentiles(between))
 
 
 def _no_end(vocab_size: int) -> Ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.paged_decoding import PagedDecoding, Pages, Rows, Turn
 from meshpar.serve.paged_model import PagedModel
 from meshpar.serve.scheduler import Row
 from meshpar.train.program import on_host
@@ -22,11 +22,11 @@ class DraftModel(PagedModel):
 
     Memory: its parameters, and as many pages as the larger model has.
 
-    Source: Leviathan et al. 2023, arXiv:2211.17192; see also `speculative`.
+    Source: Leviathan et al. 2023, arXiv:2211.17192; see also `drafts`.
     """
 
     def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any]):
-        self._draft = decoding.compile_draft()
+        self._draft = None if decoding.capacity.whole_prompts else decoding.compile_draft()
         super().__init__(decoding, restore)
 
     @property
@@ -36,7 +36,13 @@ class DraftModel(PagedModel):
 
     def propose(self, rows: Sequence[Row | None]) -> list[list[int]]:
         """See `Drafter.propose`."""
+        assert self._draft, "a batch is drafted and checked by one program, see `check`"
         turn = self._placed_turn(rows)
         drafts, self._pages = self._draft(self._params, turn, self._placed_rows(rows), self._pages)
         found = on_host(drafts).tolist()
         return [draft[: row.num_missing - 1] if row else [] for row, draft in zip(rows, found, strict=True)]
+
+    def check(self, compiled: Callable[..., Any], params: Any, turn: Turn, rows: Rows, pages: Pages) -> Any:
+        """Runs `compile_round` of the larger model. Returns its tokens, the accepted drafts, the turn and its pages."""
+        tokens, num_accepted, turn, pages, self._pages = compiled(params, self._params, turn, rows, pages, self._pages)
+        return tokens, num_accepted, turn, pages

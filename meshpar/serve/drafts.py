@@ -1,7 +1,13 @@
-"""Drafts of a server: guesses of the next tokens of its rows, which the model checks in one step.
+"""Speculative decoding: a drafter guesses the next tokens of rows, and the model checks all of them in one step.
 
-As in `speculative`, a draft is accepted if it is the token that the model samples itself. So answers do not depend on
-the drafts.
+The noise with which a token is sampled depends only on its row and position. So the logits at a position determine the
+token that the model samples there, and a draft is accepted if it is that token. The first wrong draft is replaced by
+the model's own token, and those after it are discarded. The answer is the same as without drafts, token for token,
+greedy or sampled, whatever the drafter proposes. A smaller model samples with the same noise, so that it draws the same
+token more often.
+
+Source: Leviathan et al. 2023, arXiv:2211.17192 (speculative decoding); Daliri et al. 2025, arXiv:2408.07978 (a draft
+that shares the noise, and an answer that does not depend on the drafter); Saxena 2023, "Prompt lookup decoding".
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from meshpar.mesh.layout import describe_sizes
-from meshpar.serve.decoding import Turn
+from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import Drafter, accepted
-from meshpar.serve.paged_decoding import PagedDecoding, Rows
+from meshpar.serve.paged_decoding import PagedDecoding, Rows, Turn
 from meshpar.serve.paged_model import PagedModel
 from meshpar.serve.scheduler import Chunk, Computed, Plan, Row
 from meshpar.serve.scores import Score, Scores
@@ -31,13 +31,17 @@ class Engine(PagedModel):
     def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any], drafter: Drafter | None = None):
         assert decoding.num_drafts == (drafter.num_drafts if drafter else 0), "drafts of another length are compiled"
         self._decode = decoding.compile_decode()
-        self._verify = decoding.compile_verify() if drafter else None
+        # A batch needs the host only to read its tokens, so a draft and its check are one program.
+        is_round = decoding.capacity.whole_prompts and isinstance(drafter, DraftModel)
+        self._round = decoding.compile_round(drafter.decoding) if is_round else None
+        self._verify = decoding.compile_verify() if drafter and not is_round else None
         self._score = decoding.compile_score() if decoding.scores_prompts else None
         super().__init__(decoding, restore)
         self.drafter = drafter
         self._decoded: tuple[Row | None, ...] = ()
         self._rows: Rows | None = None
         self._turn: Turn | None = None
+        self._ahead: tuple[Turn, Scores | None] | None = None
 
     def __str__(self) -> str:
         """What is served, in one line."""
@@ -57,7 +61,7 @@ class Engine(PagedModel):
     def load(self, params: Any) -> None:
         """Replaces the parameters. No row may be running, and pages of earlier ones must not be used again."""
         self._params = params
-        self._decoded, self._rows, self._turn = (), None, None
+        self._decoded, self._rows, self._turn, self._ahead = (), None, None, None
 
     def run(self, plan: Plan) -> Computed:
         """Computes a turn.
@@ -67,17 +71,25 @@ class Engine(PagedModel):
         first, scores = self._run_prompts(plan.chunks) if any(plan.chunks) else ([0] * len(plan.chunks), {})
         if not any(plan.rows):
             return Computed(first, [[]] * len(plan.rows), chunk_scores=scores)
-        if plan.rows != self._decoded:
+        if plan.rows != self._decoded and not self._goes_on(plan):
             self._decoded = plan.rows
             self._rows = self._placed_rows(plan.rows)
-            self._turn = None
+            self._turn = self._ahead = None
         elif any(map(_depends_on_answer, plan.rows)):
             self._rows = self._placed_rows(plan.rows)
+        if self._round:
+            return Computed(first, *self._run_round(plan.rows))
         drafts = self.drafter.propose(plan.rows) if self.drafter else []
         # A penalty or a grammar depends on the token before, so these rows get one token at a time.
         drafts = [[] if _depends_on_answer(row) else draft for row, draft in zip(plan.rows, drafts, strict=False)]
         following, of_rows = self._run_verify(plan.rows, drafts) if any(drafts) else self._run_decode(plan.rows)
         return Computed(first, following, sum(map(len, drafts)), scores, _read_scores(plan.rows, of_rows, following))
+
+    def _goes_on(self, plan: Plan) -> bool:
+        """Whether only rows of a batch have ended: they are computed with the others, for no row takes their pages."""
+        if not self.decoding.capacity.whole_prompts or not self._decoded:
+            return False
+        return all(row is None or row is before for row, before in zip(plan.rows, self._decoded, strict=True))
 
     def _run_prompts(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], dict[int, list[Score]]]:
         """The token after each chunk, and the scores that are asked for.
@@ -92,7 +104,7 @@ class Engine(PagedModel):
         scored = [chunk.tokens if chunk and scores_prompt else [0] for chunk in chunks]
         return first, _read_scores(rows, scores, scored)
 
-    def _run_score(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores]:
+    def _run_score(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores | None]:
         assert self._score
         rows = [chunk and chunk.row for chunk in chunks]
         given = np.full((len(chunks), self.decoding.capacity.chunk), -1, np.int32)
@@ -108,14 +120,32 @@ class Engine(PagedModel):
         lasts = [len(chunk.tokens) - 1 if chunk else 0 for chunk in chunks]
         return [int(sampled[i, last]) for i, last in enumerate(lasts)], scores
 
-    def _run_decode(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], Scores]:
+    def _run_decode(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], Scores | None]:
         # If the same rows were decoded in the last turn, it is still on the devices.
-        turn = self._turn or self._placed_turn(rows)
-        turn, scores, self._pages = self._decode(self._params, turn, self._rows, self._pages)
-        self._turn = turn
+        turn, scores = self._ahead or self._decoded_turn(self._turn or self._placed_turn(rows))
+        self._turn, self._ahead = turn, None
+        # A batch decodes the same rows again, so that their next turn is computed while this one is read.
+        is_known = self.decoding.capacity.whole_prompts and self.drafter is None
+        if is_known and any(row.num_missing > 1 for row in rows if row):
+            self._ahead = self._decoded_turn(turn)
         return on_host(turn.tokens)[:, None].tolist(), scores
 
-    def _run_verify(self, rows: Sequence[Row | None], drafts: Sequence[Sequence[int]]) -> tuple[Any, Scores]:
+    def _decoded_turn(self, turn: Turn) -> tuple[Turn, Scores | None]:
+        following, scores, self._pages = self._decode(self._params, turn, self._rows, self._pages)
+        return following, scores
+
+    def _run_round(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], int]:
+        """The tokens that are added to each row, and the number of drafts that its answer had room for."""
+        assert self._round and isinstance(self.drafter, DraftModel)
+        turn = self._turn or self._placed_turn(rows)
+        found = self.drafter.check(self._round, self._params, turn, self._rows, self._pages)
+        tokens, num_accepted, self._turn, self._pages = found
+        tokens, num_accepted = (x.tolist() for x in on_host((tokens, num_accepted)))
+        rooms = [row.num_missing if row else 0 for row in rows]
+        following = [new[: min(room, num + 1)] for new, num, room in zip(tokens, num_accepted, rooms, strict=True)]
+        return following, sum(min(room - 1, self.decoding.num_drafts) for room in rooms if room)
+
+    def _run_verify(self, rows: Sequence[Row | None], drafts: Sequence[Sequence[int]]) -> tuple[Any, Scores | None]:
         """Computes the newest token of each row and its drafts. Returns the accepted ones, and the token after them."""
         assert self._verify
         tokens = [[row.tokens[-1], *draft] if row else [0] for row, draft in zip(rows, drafts, strict=True)]
@@ -134,11 +164,11 @@ def _depends_on_answer(row: Row | None) -> bool:
 
 
 def _read_scores(
-    rows: Sequence[Row | None], scores: Scores, tokens: Sequence[Sequence[int]]
+    rows: Sequence[Row | None], scores: Scores | None, tokens: Sequence[Sequence[int]]
 ) -> dict[int, list[Score]]:  # fmt: skip
     """Index of a row that asks for scores -> those of its tokens."""
     asking = [i for i, row in enumerate(rows) if row and row.request.scores]
-    if not asking:
+    if not asking or scores is None:
         return {}
     several = on_host(scores.logprob).reshape(len(rows), -1)
     logprob = several.tolist()

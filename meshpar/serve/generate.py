@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshpar.errors import ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import describe_sizes
-from meshpar.serve.answer import Answer, Finish
-from meshpar.serve.decoding import Decoding
-from meshpar.serve.generator import Generator, Piece
+from meshpar.serve.answer import Answer, Finish, Piece
+from meshpar.serve.batch import Batch, requests_of
+from meshpar.serve.engine import Engine
+from meshpar.serve.open_engine import NUM_DRAFTS, check_drafts, check_own, open_batch
+from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.own_source import CausalModel, answer
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.source import Source, of_run, open_source
-from meshpar.serve.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from meshpar.tree import human_bytes
 
 Prompt = str | Sequence[int]
-NUM_DRAFTS = 4
-"""The tokens that are drafted at a time, if their number is not given."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,10 @@ def generate(
       max_tokens: largest number of tokens of an answer.
       temperature, top_k, top_p, seed: see `Sampling`.
       stop: texts before which an answer ends.
-      draft: a smaller model with the same vocabulary, which drafts tokens; see `speculative`. Answers do not change, up
+      draft: a smaller model with the same vocabulary, which drafts tokens; see `drafts`. Answers do not change, up
         to the rounding of floats.
-      ngrams: drafts the tokens that followed the newest `ngrams` tokens of the row where those occurred before.
+      ngrams: drafts the tokens that followed the newest `ngrams` tokens of the row where those occurred before; where
+        they are new, none.
       num_drafts: tokens that are drafted at a time.
       parse_special: whether the text of a special token in a prompt, such as `<s>`, is that token, as in transformers;
         or its characters, for texts of people whom you do not trust. In training data it is always its characters.
@@ -125,7 +123,8 @@ def generate(
 
     Communication: per token, that of a forward pass with one token per row, and that of `sample`.
 
-    Memory: the parameters as they are stored, and the cache, see `Decoding.cache`.
+    Memory: the parameters as they are stored, and a page of the cache for the longest prompt and answer in each row,
+      see `PagedDecoding.pages`.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if isinstance(source, CausalModel):
@@ -142,29 +141,14 @@ def generate(
     ids = [_encoded(opened, prompt, parse_special) for prompt in prompts]
     _check(opened, prompts, ids, max_tokens, stop)
     check_drafts(opened, drafting, ngrams, num_drafts)
-    decoding = _decoding(opened, ids, max_tokens, sampling)
-    generator = _generator(opened, decoding, drafting, ngrams, num_drafts)
-    answers = [Answer(opened.tokenizer, stop, max_tokens, opened.ends, prompt) for prompt in ids]
-    for piece in generator.stream(ids, answers):
+    engine = open_batch(
+        opened, sampling, num_rows=len(ids), longest=max(map(len, ids)), max_tokens=max_tokens, draft=drafting,
+        ngrams=ngrams, num_drafts=num_drafts,
+    )  # fmt: skip
+    batch = Batch([Answer(opened.tokenizer, stop, max_tokens, opened.ends, prompt) for prompt in ids])
+    for piece in batch.stream(engine, requests_of(ids, max_tokens, sampling)):
         show(piece)
-    return Generated(
-        [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answers, strict=True)],
-        describe_sizes(dict(generator.decoding.ctx.mesh.shape)),
-        generator.decoding.cache_bytes,
-        prefill_s=generator.turn_s[0],
-        decode_s=sum(generator.turn_s[1:]),
-        acceptance=generator.acceptance,
-    )
-
-
-def check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None:
-    """Checks that no option is given that a model of the user's own cannot follow."""
-    problems = Problems()
-    if overrides:
-        problems.add("overrides", "a model in Python has no config", "CausalModel.of(..., mesh=, rules=)")
-    for name in [name for name, option in (("draft", draft), ("ngrams", ngrams)) if option is not None]:
-        problems.add(name, "a model of your own decodes one token at a time", "leave it out")
-    problems.raise_any(ConfigError, "these options do not fit a model of your own:")
+    return _generated(prompts, batch, engine, acceptance=batch.acceptance if engine.drafter else None)
 
 
 def _by_own(
@@ -176,14 +160,18 @@ def _by_own(
     problems = Problems()
     _check_sizes(prompts, max_tokens, stop, problems)
     problems.raise_any(ConfigError, "these prompts cannot be answered:")
-    answered = answer(source, list(map(encode, prompts)), stop, max_tokens, sampling, show)
+    batch, engine = answer(source, list(map(encode, prompts)), stop, max_tokens, sampling, show)
+    return _generated(prompts, batch, engine, how=source.functions.how)
+
+
+def _generated(prompts: Sequence[Prompt], batch: Batch, engine: Engine | OwnEngine, **more: Any) -> Generated:
     return Generated(
-        [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, answered.answers, strict=True)],
-        describe_sizes(dict(answered.engine.decoding.ctx.mesh.shape)),
-        answered.engine.decoding.cache_bytes,
-        answered.prefill_s,
-        answered.decode_s,
-        how=source.functions.how,
+        [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, batch.answers, strict=True)],
+        describe_sizes(dict(engine.decoding.ctx.mesh.shape)),
+        engine.decoding.cache_bytes,
+        prefill_s=sum(batch.prefill_s),
+        decode_s=sum(batch.decode_s),
+        **more,
     )
 
 
@@ -193,54 +181,6 @@ def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Sour
     if overrides:
         raise ConfigError("overrides are for a config file or a folder: of a Run, change the fields")
     return of_run(source) if isinstance(source, Run) else source
-
-
-def _decoding(source: Source, ids: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Decoding:
-    ctx = source.ctx(source.run.mesh.build())
-    shards = ctx.shards("batch")
-    return Decoding(
-        model=source.model, ctx=ctx, dtype=np.dtype(source.run.precision.params), sampling=sampling,
-        num_rows=-(-len(ids) // shards) * shards, prompt_len=max(map(len, ids)), max_tokens=max_tokens,
-        cache_format=source.run.precision.cache,
-    )  # fmt: skip
-
-
-def _generator(
-    source: Source, decoding: Decoding, draft: Source | None, ngrams: int | None, num_drafts: int
-) -> Generator:
-    if draft is None and ngrams is None:
-        return Generator(decoding, source.restore)
-    decoding = replace(decoding, num_drafts=num_drafts)
-    if draft is None:
-        assert ngrams is not None
-        return SpeculativeGenerator(decoding, source.restore, drafter=PromptLookup(decoding, ngrams))
-    dtype = np.dtype(draft.run.precision.params)
-    smaller = replace(decoding, model=draft.model, dtype=dtype, cache_format=draft.run.precision.cache)
-    drafter = DraftModel(smaller)
-    return SpeculativeGenerator(decoding, source.restore, drafter=drafter, restore_draft=draft.restore)
-
-
-def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
-    """Checks the options of speculative decoding.
-
-    Raises:
-      ConfigError: lists all problems.
-    """
-    problems = Problems()
-    if draft is not None and ngrams is not None:
-        problems.add("ngrams", "a draft model proposes the tokens already", "leave out one of draft and ngrams")
-    if ngrams is not None and ngrams < 1:
-        problems.add("ngrams", f"{ngrams} is not 1 or more", "2")
-    if num_drafts < 1:
-        problems.add("num_drafts", f"{num_drafts} is not 1 or more", str(NUM_DRAFTS))
-    elif num_drafts != NUM_DRAFTS and draft is None and ngrams is None:
-        problems.add("num_drafts", f"{num_drafts} tokens at a time, and nothing drafts", "ngrams=2, or a draft")
-    if draft is not None and not draft.run.model.generation():
-        problems.add("draft", "a model of your own does not draft", "one of meshpar's decoders, or leave it out")
-    elif draft is not None and draft.model.vocab_size != source.model.vocab_size:
-        what = f"its vocabulary has {draft.model.vocab_size} ids, and that of the model {source.model.vocab_size}"
-        problems.add("draft", what, "a smaller model with the same tokenizer")
-    problems.raise_any(ConfigError, "these drafts cannot be used:")
 
 
 def _encoded(source: Source, prompt: Prompt, parse_special: bool) -> list[int]:

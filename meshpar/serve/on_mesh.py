@@ -33,7 +33,7 @@ ACTIVATION_DIMS = ("batch", "seq", "residual_seq", UNNAMED)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOnMesh(ABC):
-    """A decoder on a mesh: the part that the programs of generation and those of serving have in common.
+    """A decoder on a mesh: its parameters, and its logits with a cache.
 
     Args:
       model: the decoder's config.
@@ -78,7 +78,7 @@ class ModelOnMesh(ABC):
 
     def logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
         """`Transformer.decode` on global arrays, in either lowering."""
-        cache_pspecs = pspecs(self.cache)
+        cache_pspecs = type(cache)(*pspecs(self.cache))
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
         out_specs = (self.logits_pspec(batch["last"]), cache_pspecs)
         return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.transformer import Decoder
+from meshpar.parallel.context import ParallelContext
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import Drafter, NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.generate import NUM_DRAFTS, check_drafts, check_own
 from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Capacity
 from meshpar.serve.side_adapters import OpenedAdapters
 from meshpar.serve.source import Source
@@ -23,6 +26,8 @@ from meshpar.tree import human_bytes
 PAGE_SIZE = 16
 MAX_LEN = 2048
 """The longest row, if it is not given."""
+NUM_DRAFTS = 4
+"""The tokens that are drafted at a time, if their number is not given."""
 
 
 def open_engine(
@@ -37,6 +42,7 @@ def open_engine(
     draft: Source | None = None,
     ngrams: int | None = None,
     num_drafts: int = NUM_DRAFTS,
+    scores_prompts: bool = True,
     adapters: OpenedAdapters | None = None,
 ) -> Engine | OwnEngine:
     """The engine of a trained model on the mesh of its run.
@@ -49,6 +55,7 @@ def open_engine(
       page_size, chunk, max_queue: see `Capacity`.
       draft, ngrams: what drafts tokens, see `generate`; None for no drafts.
       num_drafts: most tokens of a row that are drafted at a time.
+      scores_prompts: whether requests may ask for the scores of their prompts.
       adapters: those that requests can choose, see `open_adapters`.
 
     Raises:
@@ -72,20 +79,94 @@ def open_engine(
         num_shards=shards, slots=per_shard, pages=per_shard * -(-max_len // page_size), page_size=page_size,
         max_len=max_len, chunk=chunk, max_queue=max_queue,
     )  # fmt: skip
-    precision = source.run.precision
-    decoding = PagedDecoding(
-        model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity,
-        num_drafts=num_drafts if draft or ngrams else 0, scores_prompts=True,
-        adapters=adapters and adapters.sizes,
-    )  # fmt: skip
+    decoding = _decoding(source, ctx, capacity, num_drafts if draft or ngrams else 0)
+    decoding = replace(decoding, scores_prompts=scores_prompts, adapters=adapters and adapters.sizes)
     smaller = _smaller(decoding, draft, problems) if draft else None
     if cache_bytes is not None:
         decoding, smaller = _within(decoding, smaller, cache_bytes, problems)
     problems.raise_any(ConfigError, "the model cannot be served with these sizes:")
-    drafter: Drafter | None = NGrams(ngrams, num_drafts) if ngrams else None
-    if draft and smaller:
-        drafter = DraftModel(smaller, draft.restore)
+    drafter = _drafter(draft, smaller, ngrams, num_drafts)
     return Engine(decoding, partial(adapters.restore, source) if adapters else source.restore, drafter)
+
+
+def open_batch(
+    source: Source,
+    sampling: Sampling,
+    *,
+    num_rows: int,
+    longest: int,
+    max_tokens: int,
+    draft: Source | None = None,
+    ngrams: int | None = None,
+    num_drafts: int = NUM_DRAFTS,
+) -> Engine:
+    """The engine of a batch of prompts that begin together, as in `generate`: each row is one page.
+
+    Args:
+      sampling: of all rows.
+      num_rows: prompts, rounded up to a multiple of the batch's shards.
+      longest, max_tokens: most tokens of a prompt, and of an answer.
+      draft, ngrams, num_drafts: see `open_engine`; checked already, see `check_drafts`.
+
+    Raises:
+      CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
+    """
+    ctx = source.ctx(source.run.mesh.build())
+    capacity = Capacity.of_batch(ctx.shards("batch"), num_rows, longest, max_tokens)
+    decoding = replace(_decoding(source, ctx, capacity, num_drafts if draft or ngrams else 0), sampling=sampling)
+    problems = Problems()
+    smaller = _smaller(decoding, draft, problems) if draft else None
+    problems.raise_any(ConfigError, "these drafts cannot be used:")
+    return Engine(decoding, source.restore, _drafter(draft, smaller, ngrams, num_drafts))
+
+
+def _decoding(source: Source, ctx: ParallelContext, capacity: Capacity, num_drafts: int) -> PagedDecoding:
+    precision = source.run.precision
+    return PagedDecoding(
+        model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity,
+        num_drafts=num_drafts,
+    )  # fmt: skip
+
+
+def _drafter(
+    draft: Source | None, smaller: PagedDecoding | None, ngrams: int | None, num_drafts: int
+) -> Drafter | None:  # fmt: skip
+    if draft and smaller:
+        return DraftModel(smaller, draft.restore)
+    return NGrams(ngrams, num_drafts) if ngrams else None
+
+
+def check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None:
+    """Checks that no option is given that a model of the user's own cannot follow."""
+    problems = Problems()
+    if overrides:
+        problems.add("overrides", "a model in Python has no config", "CausalModel.of(..., mesh=, rules=)")
+    for name in [name for name, option in (("draft", draft), ("ngrams", ngrams)) if option is not None]:
+        problems.add(name, "a model of your own decodes one token at a time", "leave it out")
+    problems.raise_any(ConfigError, "these options do not fit a model of your own:")
+
+
+def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
+    """Checks the options of speculative decoding.
+
+    Raises:
+      ConfigError: lists all problems.
+    """
+    problems = Problems()
+    if draft is not None and ngrams is not None:
+        problems.add("ngrams", "a draft model proposes the tokens already", "leave out one of draft and ngrams")
+    if ngrams is not None and ngrams < 1:
+        problems.add("ngrams", f"{ngrams} is not 1 or more", "2")
+    if num_drafts < 1:
+        problems.add("num_drafts", f"{num_drafts} is not 1 or more", str(NUM_DRAFTS))
+    elif num_drafts != NUM_DRAFTS and draft is None and ngrams is None:
+        problems.add("num_drafts", f"{num_drafts} tokens at a time, and nothing drafts", "ngrams=2, or a draft")
+    if draft is not None and not draft.run.model.generation():
+        problems.add("draft", "a model of your own does not draft", "one of meshpar's decoders, or leave it out")
+    elif draft is not None and draft.model.vocab_size != source.model.vocab_size:
+        what = f"its vocabulary has {draft.model.vocab_size} ids, and that of the model {source.model.vocab_size}"
+        problems.add("draft", what, "a smaller model with the same tokenizer")
+    problems.raise_any(ConfigError, "these drafts cannot be used:")
 
 
 def _check_pages(page_size: int, cache_bytes: int | None) -> None:
@@ -99,10 +180,14 @@ def _check_pages(page_size: int, cache_bytes: int | None) -> None:
 
 def _smaller(decoding: PagedDecoding, draft: Source, problems: Problems) -> PagedDecoding:
     """The settings of a model that drafts, with the mesh and the sizes of the model."""
-    longest = decoding.capacity.max_len
-    if draft.model.learned_positions and longest > draft.model.max_seq_len:
-        what = f"it has {draft.model.max_seq_len} positions, and the longest row has {longest} tokens"
-        problems.add("draft", what, f"max_len={draft.model.max_seq_len}")
+    capacity, positions = decoding.capacity, draft.model.max_seq_len
+    if draft.model.learned_positions and capacity.max_len > positions:
+        what = f"it has {positions} positions, and the longest row has {capacity.max_len} tokens"
+        fix = f"max_len={positions}"
+        if capacity.whole_prompts:
+            room = positions - capacity.chunk
+            fix = f"max_tokens={room}" if room > 0 else "a draft with more positions, or shorter prompts"
+        problems.add("draft", what, fix)
     precision = draft.run.precision
     return replace(
         decoding,
@@ -130,10 +215,10 @@ def _within(
 ) -> tuple[PagedDecoding, PagedDecoding | None]:
     """The settings of both models with as many pages as fit in so many bytes of a device."""
     page_bytes = decoding.page_bytes + (smaller.page_bytes if smaller else 0)
-    pages = cache_bytes // page_bytes - 1  # one belongs to no row
+    pages = cache_bytes // page_bytes
     capacity = replace(decoding.capacity, pages=pages)
     if pages < capacity.pages_of_row:
-        least = page_bytes * (1 + capacity.pages_of_row)
+        least = page_bytes * capacity.pages_of_row
         what = f"{human_bytes(cache_bytes)} do not hold a row of {capacity.max_len} tokens"
         problems.add("cache", what, f"{human_bytes(least)}, or a smaller max_len")
     return replace(decoding, capacity=capacity), smaller and replace(smaller, capacity=capacity)

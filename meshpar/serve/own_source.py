@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +18,13 @@ from meshpar.interop.declared import unboxed
 from meshpar.interop.specs import Dims, check_axes, specs_of, with_axes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.answer import Answer
-from meshpar.serve.generator import Piece
+from meshpar.serve.answer import Answer, Piece
+from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.own_model import OwnDecoding
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.scheduler import Capacity, Request, Scheduler
+from meshpar.serve.scheduler import Capacity
 from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import AxisRules
 
@@ -154,20 +153,10 @@ class CausalModel:
         return [self.tokenizer.bos, *self.tokenizer.encode(prompt).tolist()]
 
 
-@dataclass
-class Answered:
-    """The answers of a model of your own, and what they took."""
-
-    answers: list[Answer]
-    engine: OwnEngine
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-
 def answer(
     model: CausalModel, prompts: Sequence[Sequence[int]], stop: Sequence[str], max_tokens: int, sampling: Sampling,
     show: Callable[[Piece], None],
-) -> Answered:  # fmt: skip
+) -> tuple[Batch, OwnEngine]:  # fmt: skip
     """Answers all prompts in one batch, with the engine that a server runs."""
     longest = max(map(len, prompts))
     engine = model.engine(len(prompts), longest + max_tokens, chunk=longest)
@@ -175,38 +164,10 @@ def answer(
     _check_ids(prompts, vocab_size)
     tokenizer = model.tokenizer or Ids(vocab_size=vocab_size, bos=0)
     ends = model.ends if model.ends is not None else (() if model.tokenizer is None else None)
-    answers = [Answer(tokenizer, stop, max_tokens, ends, prompt) for prompt in prompts]
-    result = Answered(answers, engine)
-    for piece in _streamed(result, prompts, max_tokens, sampling):
+    batch = Batch([Answer(tokenizer, stop, max_tokens, ends, prompt) for prompt in prompts])
+    for piece in batch.stream(engine, requests_of(prompts, max_tokens, sampling)):
         show(piece)
-    return result
-
-
-def _streamed(
-    result: Answered, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling
-) -> Iterator[Piece]:
-    requests = [
-        Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, index=i) for i, prompt in enumerate(prompts)
-    ]
-    numbers = {id(request): i for i, request in enumerate(requests)}
-    scheduler = Scheduler(result.engine.decoding.capacity)
-    scheduler.submit(requests)
-    while not scheduler.is_idle:
-        start = time.perf_counter()
-        plan = scheduler.plan()
-        sampled = scheduler.advance(plan, result.engine.run(plan))
-        seconds = time.perf_counter() - start
-        if all(answer.tokens for answer in result.answers):
-            result.decode_s += seconds
-        else:
-            result.prefill_s += seconds
-        for one in sampled:
-            row = numbers[id(one.request)]
-            answer = result.answers[row]
-            if answer.finish is None:
-                yield Piece(row, answer.add(one.token), answer.finish)
-            if answer.finish is not None:
-                scheduler.end(one.request)
+    return batch, engine
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

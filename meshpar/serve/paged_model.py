@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshpar.serve.adjust import NOTHING
-from meshpar.serve.decoding import Turn
-from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows
+from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows, Turn
 from meshpar.serve.sampling import Asked, RowSampling, Sampling
 from meshpar.serve.scheduler import Chunk, Row
 from meshpar.serve.scores import Scores
@@ -32,12 +30,15 @@ class PagedModel:
         self.decoding = decoding
         self._prefill = decoding.compile_prefill()
         self._params = restore(structs(decoding.params))
-        self._pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decoding.pages))
+        is_whole = decoding.capacity.whole_prompts
+        self._pages = None if is_whole else decoding.empty_pages()
 
-    def prefill(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores]:
+    def prefill(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores | None]:
         """Computes chunks of prompts. Returns the token after each, and its scores."""
         rows = [chunk and chunk.row for chunk in chunks]
         placed = self._placed_prompts(chunks)
+        if self.decoding.capacity.whole_prompts:
+            self._pages = None  # those of the batch before
         found, scores, self._pages = self._prefill(self._params, placed, self._placed_rows(rows), self._pages)
         return on_host(found).tolist(), scores
 
@@ -60,14 +61,27 @@ class PagedModel:
         return jax.device_put(Turn(tokens, positions), shardings(self.decoding.turn))
 
     def _placed_rows(self, rows: Sequence[Row | None]) -> Rows:
-        """Rows without a request have page 0, and are decoded greedily."""
-        table = np.zeros((len(rows), self.decoding.capacity.pages_of_row), np.int32)
+        """Rows without a request have no pages, and are decoded greedily."""
+        table = None if self.decoding.capacity.whole_prompts else self._table(rows)
+        each, asked = self._sampling(rows)
+        adapters = np.array([row.request.adapter if row else 0 for row in rows], np.int32)
+        return jax.device_put(Rows(table, each, asked, adapters), shardings(self.decoding.rows(len(rows))))
+
+    def _table(self, rows: Sequence[Row | None]) -> np.ndarray:
+        capacity = self.decoding.capacity
+        table = np.full((len(rows), capacity.pages_of_row), capacity.pages, np.int32)
         for i, row in enumerate(rows):
             if row:
                 table[i, : len(row.pages)] = row.pages
-        each, asked = sampling_of(rows, self.decoding.most_adjusted, self.decoding.model.vocab_size)
-        adapters = np.array([row.request.adapter if row else 0 for row in rows], np.int32)
-        return jax.device_put(Rows(table, each, asked, adapters), shardings(self.decoding.rows(len(rows))))
+        return table
+
+    def _sampling(self, rows: Sequence[Row | None]) -> tuple[RowSampling, Asked | None]:
+        """What the programs are given of how each row is sampled."""
+        decoding = self.decoding
+        if decoding.sampling is None:
+            return sampling_of(rows, decoding.most_adjusted, decoding.model.vocab_size)
+        assert all(row.request.sampling == decoding.sampling for row in rows if row), "another sampling is compiled"
+        return RowSampling(rows=np.array([row.request.index if row else 0 for row in rows], np.int32)), None
 
 
 def sampling_of(rows: Sequence[Row | None], most_adjusted: int, vocab_size: int) -> tuple[RowSampling, Asked]:

@@ -9,7 +9,7 @@ from itertools import count
 
 
 class PagePool:
-    """The pages of one shard of the cache, numbered from 1.
+    """The pages of one shard of the cache, numbered from 0.
 
     A page is held by one or more requests, or it is available. An available page may still contain a prefix: a request
     that begins with the same tokens can hold it again, until another request overwrites it. Pages without a prefix are
@@ -23,14 +23,14 @@ class PagePool:
     >>> pool.register(pages[0], b"digest of a page")
     >>> pool.release(pages)
     >>> pool.reserve([b"digest of a page"], 2), pool.num_available
-    ([1, 3], 1)
+    ([0, 2], 1)
     >>> pool.reserve([], 2) is None
     True
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self._holders = dict.fromkeys(range(1, num_pages + 1), 0)
+        self._holders = dict.fromkeys(range(num_pages), 0)
         # The available pages without and with a prefix, in the order in which they will be reserved.
         self._empty = dict.fromkeys(self._holders)
         self._released: dict[int, None] = {}

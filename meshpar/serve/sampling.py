@@ -110,7 +110,7 @@ class Asked(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """A `Sampling` for each row.
+    """A `Sampling` for each row. Where all rows have the same one, which the program knows, there are only `rows`.
 
     Args:
       temperature, top_p, min_p: float32[batch].
@@ -123,16 +123,16 @@ class RowSampling(NamedTuple):
         token that may not be drawn.
     """
 
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    seed: Any
-    rows: Any
-    adjusted: Any
-    factors: Any
-    added: Any
-    allowed: Any
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    seed: Any = None
+    rows: Any = None
+    adjusted: Any = None
+    factors: Any = None
+    added: Any = None
+    allowed: Any = None
 
     @classmethod
     def structs(cls, per_row: Callable[..., jax.ShapeDtypeStruct], most: int, vocab_size: int) -> RowSampling:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 from meshpar.serve.pages import PagePool, digests_of
@@ -31,6 +31,7 @@ class Capacity:
       page_size: tokens of a page.
       max_len: most tokens of a prompt and its answer together.
       chunk: tokens of a prompt that are computed in a turn.
+      whole_prompts: whether a turn computes all prompts, each in one chunk; else, in each shard, a chunk of one prompt.
       max_queue: most requests in the queue.
     """
 
@@ -40,12 +41,33 @@ class Capacity:
     page_size: int = 16
     max_len: int = 1024
     chunk: int = 128
+    whole_prompts: bool = False
     max_queue: int = 256
+
+    @classmethod
+    def of_batch(cls, num_shards: int, num_rows: int, longest: int, max_tokens: int) -> Capacity:
+        """The sizes for a batch of prompts that begin together, in which each row is one page.
+
+        Args:
+          num_rows: prompts, rounded up to a multiple of the shards.
+          longest, max_tokens: most tokens of a prompt, and of an answer.
+        """
+        slots = -(-num_rows // num_shards)
+        max_len = longest + max_tokens
+        return cls(
+            num_shards=num_shards, slots=slots, pages=slots, page_size=max_len, max_len=max_len, chunk=longest,
+            whole_prompts=True, max_queue=num_shards * slots,
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
         """Rows of the decode step."""
         return self.num_shards * self.slots
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a turn."""
+        return self.num_rows if self.whole_prompts else self.num_shards
 
     @property
     def pages_of_row(self) -> int:
@@ -147,7 +169,8 @@ class Plan(NamedTuple):
     """What the programs compute in one turn.
 
     Args:
-      chunks: for each shard of the batch a chunk of a prompt, or None.
+      chunks: for each shard of the batch the chunk of a prompt that is computed, or None; with `whole_prompts` for each
+        slot.
       rows: for each slot the row that is decoded, or None.
     """
 
@@ -163,10 +186,10 @@ class Computed(NamedTuple):
     """What the programs computed in one turn.
 
     Args:
-      first: for each shard the token after its chunk, which is the first of an answer if the prompt ends there.
+      first: for each chunk the token after it, which is the first of an answer if the prompt ends there.
       following: for each slot the next tokens of its row: one, and more if drafts were accepted.
       num_drafts: the drafts that were checked.
-      chunk_scores: shard -> the scores of the tokens after its chunk's, if they are asked for.
+      chunk_scores: index of a chunk -> the scores of the tokens after its own, if they are asked for.
       scores: slot -> the scores of its next tokens, if they are asked for.
     """
 
@@ -234,6 +257,7 @@ class Scheduler:
           QueueFullError: they do not fit into the queue.
         """
         assert all(request.num_tokens <= self.capacity.max_len for request in requests), "a request is too long"
+        assert self.is_idle or not self.capacity.whole_prompts, "the prompts of a batch begin together"
         if len(self.queue) + len(requests) > self.capacity.max_queue:
             raise QueueFullError
         self.queue.extend(requests)
@@ -259,15 +283,15 @@ class Scheduler:
         while self.queue and self._begin(self.queue[0]):
             self.queue.popleft()
         decoded = tuple(row if row is not None and row.is_decoding else None for row in self.rows)
-        return Plan(tuple(map(self._chunk, range(self.capacity.num_shards))), decoded)
+        return Plan(tuple(chain.from_iterable(map(self._chunks, range(self.capacity.num_shards)))), decoded)
 
     def advance(self, plan: Plan, computed: Computed) -> list[Sampled]:
         """Adds the tokens that a turn computed to their rows. Rows that were ended during the turn are skipped."""
         sampled: list[Sampled] = []
-        for shard, (chunk, token) in enumerate(zip(plan.chunks, computed.first, strict=True)):
+        for i, (chunk, token) in enumerate(zip(plan.chunks, computed.first, strict=True)):
             if chunk and self._is_current(chunk.row):
                 self._cached(chunk.row, len(chunk.tokens))
-                scores = list(computed.chunk_scores.get(shard, ()))
+                scores = list(computed.chunk_scores.get(i, ()))
                 if chunk.row.is_decoding:
                     sampled.append(self._add(chunk.row, token, scores.pop() if scores else None))
                 if chunk.row.request.scores_prompt:
@@ -290,7 +314,8 @@ class Scheduler:
             return False
         size = self.capacity.page_size
         # The last token of a prompt is always computed: the first token of the answer is sampled from its logits.
-        num_reusable = 0 if request.scores_prompt else (len(request.prompt) - 1) // size
+        is_whole = request.scores_prompt or self.capacity.whole_prompts
+        num_reusable = 0 if is_whole else (len(request.prompt) - 1) // size
         digests = list(islice(digests_of(request.prompt, size, request.adapter), num_reusable))
 
         def preference(slot: int) -> tuple[int, int]:
@@ -315,14 +340,14 @@ class Scheduler:
         found = (next((slot for slot in shard if self.rows[slot] is None), None) for shard in shards)
         return [slot for slot in found if slot is not None]
 
-    def _chunk(self, shard: int) -> Chunk | None:
-        """The next chunk of a shard: of the first row whose prompt is not complete."""
+    def _chunks(self, shard: int) -> list[Chunk | None]:
+        """The next chunks of a shard: of the first row whose prompt is not complete, or of all of them."""
         slots = self.capacity.slots
-        rows = [row for row in self.rows[shard * slots : (shard + 1) * slots] if row and not row.is_decoding]
-        if not rows:
-            return None
-        row = min(rows, key=lambda row: row.number)
-        return Chunk(row, row.request.prompt[row.num_cached : row.num_cached + self.capacity.chunk])
+        missing = [row and (None if row.is_decoding else row) for row in self.rows[shard * slots : (shard + 1) * slots]]
+        if not self.capacity.whole_prompts:
+            missing = [min(filter(None, missing), key=lambda row: row.number, default=None)]
+        size = self.capacity.chunk
+        return [row and Chunk(row, row.request.prompt[row.num_cached : row.num_cached + size]) for row in missing]
 
     def _cached(self, row: Row, num_tokens: int) -> None:
         """Counts tokens as cached, and registers the pages that became full."""

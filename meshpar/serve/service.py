@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol
 
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import RunError
-from meshpar.serve.answer import Answer, Finish
-from meshpar.serve.generator import Piece
+from meshpar.serve.answer import Answer, Finish, Piece
 from meshpar.serve.scheduler import Capacity, Computed, Plan, Request, Scheduler
 
 

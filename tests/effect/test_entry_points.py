@@ -36,8 +36,9 @@ from meshpar.experiment.arrays import Batches
 from meshpar.experiment.config import Run, load
 from meshpar.interop.peft_params import AdapterParams, LayerUpdate
 from meshpar.records.loggers import TensorBoard
-from meshpar.serve.generator import Piece
-from meshpar.serve.open_engine import open_engine
+from meshpar.serve.answer import Piece
+from meshpar.serve.batch import Batch
+from meshpar.serve.open_engine import open_batch, open_engine
 from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.side_adapters import OpenedAdapters
 from meshpar.serve.source import Source
@@ -148,31 +149,40 @@ def opened(path: Path, overrides: Any = ()) -> Source:
 
 
 def of_generate(source: Any, prompts: Any, **arguments: Any) -> Any:
-    """What the generator is given, and what becomes of the tokens that it is said to draw; nothing is compiled."""
+    """What the engine is opened with, and what becomes of the tokens that it is said to draw; nothing is compiled."""
     seen: list[Any] = []
+    sources: list[Source] = []
     module = import_module(meshpar.generate.__module__)
 
-    def generator(source: Source, decoding: Any, *drafts: Any) -> Any:
-        def stream(ids: Any, answers: Any) -> Any:
-            seen.append((ids, [vars(answer).copy() for answer in answers]))
-            for row, answer in enumerate(answers):
-                for token in source.tokenizer.encode("is a mesh"):
-                    if not answer.finish:
-                        yield Piece(row, answer.add(int(token)), answer.finish)
+    def streamed(batch: Any, engine: Any, requests: Any) -> Any:
+        seen.append(([vars(request) for request in requests], [vars(answer).copy() for answer in batch.answers]))
+        for row, answer in enumerate(batch.answers):
+            for token in sources[0].tokenizer.encode("is a mesh"):
+                if not answer.finish:
+                    yield Piece(row, answer.add(int(token)), answer.finish)
 
-        seen.append((source.run, decoding, drafts))
-        return SimpleNamespace(stream=stream, decoding=decoding, turn_s=[0.0], acceptance=None)
+    def engine_of(source: Source, *sampling: Any, **sizes: Any) -> Any:
+        sources.append(source)
+        seen.append((source.run, sampling, sizes))
+        return uncompiled(open_batch, source, *sampling, **sizes)
 
-    with patch.object(module, "open_source", opened), patch.object(module, "_generator", generator):
+    with ExitStack() as patches:
+        for name, other in (("open_source", opened), ("open_batch", engine_of)):
+            patches.enter_context(patch.object(module, name, other))
+        patches.enter_context(patch.object(Batch, "stream", streamed))
         got = meshpar.generate(source, prompts, **{"show": seen.append} | arguments)
     return fingerprint.ADDRESS.sub("", f"{seen} {got}")
 
 
-def of_engine(**arguments: Any) -> Any:
+def uncompiled(opening: Any, *sources: Any, **arguments: Any) -> Any:
     with ExitStack() as patches:
-        for name in ("compile_prefill", "compile_decode", "compile_verify", "compile_draft"):
-            patches.enter_context(patch.object(PagedDecoding, name, lambda decoding: None))
-        engine = open_engine(**arguments)
+        for name in ("compile_prefill", "compile_decode", "compile_verify", "compile_draft", "compile_round"):
+            patches.enter_context(patch.object(PagedDecoding, name, lambda decoding, *smaller: None))
+        return opening(*sources, **arguments)
+
+
+def of_engine(**arguments: Any) -> Any:
+    engine = uncompiled(open_engine, **arguments)
     drafting = getattr(engine.drafter, "decoding", None)
     sizes = dict(engine.decoding.ctx.mesh.shape)
     return (

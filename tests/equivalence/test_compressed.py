@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +10,11 @@ from flax import nnx
 
 from meshpar.nn import compressed
 from meshpar.nn.attention import codes
-from meshpar.nn.attention.cached import KVCache
 from meshpar.nn.attention.codes import Codes, encode
 from meshpar.nn.attention.paged import PagedCache
 from meshpar.nn.attention.reference import Reference
 from meshpar.tree import flatten_with_paths
-from tests.serving import MODELS, SIZES, cached_logits, decoding, full_logits, generator, paged, params, tokens
+from tests.serving import MODELS, SIZES, cached_logits, full_logits, generated, paged, params
 
 ROWS = np.random.default_rng(0).integers(0, 29, (4, 14))
 
@@ -76,18 +73,18 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(x / scale), -127, 127) * scale
 
 
-def empty(kind: str) -> Any:
+def empty() -> PagedCache:
     """An 8-bit cache with room for six tokens of one row in one layer."""
-    slots = (1, 1, 6) if kind == "dense" else (1, 1, 4, 2)
+    slots = (1, 1, 4, 2)
     both = (Codes(jnp.zeros((*slots, 2, 8), jnp.int8), jnp.zeros((*slots, 2))),) * 2
-    return KVCache(*both) if kind == "dense" else PagedCache(*both, jnp.array([[2, 3, 1]], jnp.int32))
+    return PagedCache(*both, jnp.array([[2, 3, 1]], jnp.int32))
 
 
-def one_token(kind: str) -> tuple[np.ndarray, np.ndarray]:
+def one_token() -> tuple[np.ndarray, np.ndarray]:
     """The core's result for a fifth token with an 8-bit cache, and that of the definition."""
     rng = np.random.default_rng(0)
     k, v, q = rng.normal(size=(3, 1, 5, 2, 8))
-    cache = empty(kind)
+    cache = empty()
     for begin, end in ((0, 4), (4, 5)):
         positions = jnp.arange(begin, end, dtype=jnp.int32)[None]
         new = [jnp.asarray(x[:, begin:end]) for x in (q, k, v)]
@@ -95,42 +92,31 @@ def one_token(kind: str) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(out)[0, 0], attended(rounded(k[0]), rounded(v[0]), q[0, 4])
 
 
-@pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_an_int8_cache_attends_to_the_rounded_keys_and_values(kind):
-    got, want = one_token(kind)
+def test_an_int8_cache_attends_to_the_rounded_keys_and_values():
+    got, want = one_token()
     assert abs(got - want).max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_planted_scales_of_the_next_head_are_seen(kind, monkeypatch):
+def test_planted_scales_of_the_next_head_are_seen(monkeypatch):
     def rolled(x):
         right = encode(x)
         return right._replace(scales=jnp.roll(right.scales, 1, axis=-1))
 
     monkeypatch.setattr(codes, "encode", rolled)
-    got, want = one_token(kind)
+    got, want = one_token()
     assert abs(got - want).max() > 1e-3
 
 
-def test_the_bytes_of_an_int8_cache():
-    """A byte for each element, and a scale in the dtype of the computation for each token and head."""
-    slots = 4 * 14 * SIZES["num_layers"]
-    heads, size = SIZES["num_heads"], 4
-    for layout, shards in {"one": 1, "tensor4": 4}.items():
-        int8 = decoding("llama", layout, "manual", cache_format="int8")
-        assert int8.cache_bytes == 2 * slots * heads * (size + 8) // shards
-        assert decoding("llama", layout, "manual").cache_bytes == 2 * slots * heads * size * 8 // shards
-
-
 def test_the_bytes_of_int8_pages():
+    """A byte for each element, and a scale in the dtype of the computation for each token and head."""
     floats, int8 = (paged("llama", "tensor4", "manual", cache_format=how).page_bytes for how in (None, "int8"))
     page = 2 * 4 * SIZES["num_layers"] * SIZES["num_heads"] // 4
     assert (floats, int8) == (page * 4 * 8, page * (4 + 8))
 
 
 def test_tokens_with_an_int8_cache_do_not_depend_on_the_mesh():
-    want = tokens(generator("llama", "one", "auto", cache_format="int8"))
-    assert (tokens(generator("llama", "tensor4", "manual", cache_format="int8")) == want).all()
+    want = generated("llama", "one", "auto", cache_format="int8")
+    assert (generated("llama", "tensor4", "manual", cache_format="int8") == want).all()
 
 
 def test_compressed_logits_equal_those_of_one_device():

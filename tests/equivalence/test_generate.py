@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.nn.attention.cached import CachedLayer
 from meshpar.nn.attention.core import causal_window, local_key_heads
+from meshpar.nn.attention.paged import PagedLayer
 from meshpar.serve.sampling import Sampling
-from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generator, tokens
+from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generated
 
 DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
 CASES = list(product(MODELS, LAYOUTS, ("manual", "auto")))
@@ -32,7 +32,7 @@ ROWS = np.random.default_rng(0).integers(0, 29, (len(PROMPTS), 6 + MAX_TOKENS))
 
 @lru_cache
 def on_one_device(model: str, sampling: Sampling = Sampling()) -> np.ndarray:  # noqa: B008
-    return tokens(generator(model, "one", "auto", sampling))
+    return generated(model, "one", "auto", sampling)
 
 
 def difference(model: str, layout: str, lowering: str) -> float:
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_the_most_probable_of_full_forwards(model):
 
 @each_case
 def test_greedy_tokens_equal_those_of_one_device(model, layout, lowering):
-    assert (tokens(generator(model, layout, lowering)) == on_one_device(model)).all()
+    assert (generated(model, layout, lowering) == on_one_device(model)).all()
 
 
 @each_case
@@ -72,13 +72,13 @@ def test_cached_logits_equal_those_of_the_full_forward(model, layout, lowering):
     [pytest.param(*case, marks=[] if case == ("tensor4", "manual") else pytest.mark.slow) for case in DRAWN_CASES],
 )
 def test_drawn_tokens_equal_those_of_one_device(layout, lowering):
-    got = tokens(generator("llama", layout, lowering, DRAWN))
+    got = generated("llama", layout, lowering, DRAWN)
     assert (got == on_one_device("llama", DRAWN)).all()
     assert (got != on_one_device("llama")).any()
 
 
 def test_an_answer_does_not_depend_on_the_other_prompts_of_the_batch():
-    alone = tokens(generator("llama", "one", "auto", DRAWN, num_rows=1), PROMPTS[:1])
+    alone = generated("llama", "one", "auto", DRAWN, prompts=PROMPTS[:1])
     assert (alone == on_one_device("llama", DRAWN)[:1]).all()
 
 
@@ -86,12 +86,12 @@ def test_an_answer_does_not_depend_on_the_other_prompts_of_the_batch():
 
 
 def test_planted_a_key_in_the_next_slot_is_seen(monkeypatch):
-    put = CachedLayer._put
+    put = PagedLayer._put
 
     def into_the_next_slot(core, all_, new, positions):
         return put(core, all_, new, positions + 1)
 
-    monkeypatch.setattr(CachedLayer, "_put", into_the_next_slot)
+    monkeypatch.setattr(PagedLayer, "_put", into_the_next_slot)
     assert difference("llama", "one", "auto") > 1e-2
 
 
@@ -102,7 +102,7 @@ def test_planted_attention_to_padding_is_seen(monkeypatch):
     def as_in_the_longest_row(queries, keys, window):
         return causal_window(longest(queries), keys, window)
 
-    monkeypatch.setattr("meshpar.nn.attention.cached.causal_window", as_in_the_longest_row)
+    monkeypatch.setattr("meshpar.nn.attention.paged.causal_window", as_in_the_longest_row)
     assert difference("llama", "one", "auto") > 1e-2
 
 
@@ -110,7 +110,7 @@ def test_planted_a_window_that_is_too_wide_is_seen(monkeypatch):
     def wider(queries, keys, window):
         return causal_window(queries, keys, None if window is None else window + 1)
 
-    monkeypatch.setattr("meshpar.nn.attention.cached.causal_window", wider)
+    monkeypatch.setattr("meshpar.nn.attention.paged.causal_window", wider)
     got = cached_logits("llama_gqa_options", "one", "auto", ROWS)
     monkeypatch.undo()
     assert abs(got - cached_logits("llama_gqa_options", "one", "auto", ROWS)).max() > 1e-2
@@ -120,10 +120,10 @@ def test_planted_key_heads_of_another_shard_are_seen(monkeypatch):
     def rolled(k, q):
         return local_key_heads(jnp.roll(k, 1, axis=2), q)
 
-    monkeypatch.setattr("meshpar.nn.attention.cached.local_key_heads", rolled)
+    monkeypatch.setattr("meshpar.nn.attention.paged.local_key_heads", rolled)
     assert difference("llama_gqa_options", "tensor4", "manual") > 1e-2
 
 
 def test_planted_noise_that_is_drawn_by_device_is_seen(monkeypatch):
     monkeypatch.setattr("meshpar.serve.sampling.shard", lambda noise, axes, dim: noise[:, : noise.shape[1] // 4])
-    assert (tokens(generator("llama", "tensor4", "manual", DRAWN)) != on_one_device("llama", DRAWN)).any()
+    assert (generated("llama", "tensor4", "manual", DRAWN) != on_one_device("llama", DRAWN)).any()

@@ -7,7 +7,7 @@ import pytest
 
 from meshpar.models import Llama
 from tests import serving
-from tests.serving import MAX_TOKENS, PROMPTS, generator, tokens
+from tests.serving import MAX_TOKENS, PROMPTS, generated
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -76,5 +76,5 @@ def test_greedy_tokens_equal_those_of_transformers(reference, layout, lowering, 
     monkeypatch.setitem(serving.MODELS, "gqa of transformers", Llama(**SIZES))
     monkeypatch.setattr(serving, "params", lambda model: converted(reference))
     want = greedy_tokens(reference)
-    assert (tokens(generator("gqa of transformers", layout, lowering)) == want).all()
+    assert (generated("gqa of transformers", layout, lowering) == want).all()
     assert len(np.unique(want)) > 10  # not one token repeated

@@ -10,7 +10,8 @@ import pytest
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request
-from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, engine, generator, served, tokens
+from tests import serving
+from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, engine, served
 
 DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
 DRAFTER = NGrams(size=1, num_drafts=2)
@@ -33,7 +34,7 @@ def _float64(float64, monkeypatch):
 @lru_cache
 def generated(model: str, sampling: Sampling = Sampling()) -> list[list[int]]:  # noqa: B008
     """The answers of `generate` to the prompts, on one device."""
-    return tokens(generator(model, "one", "auto", sampling)).tolist()
+    return serving.generated(model, "one", "auto", sampling).tolist()
 
 
 def requests(sampling: Sampling = Sampling()) -> list[Request]:  # noqa: B008

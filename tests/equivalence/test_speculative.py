@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -11,15 +10,21 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from meshpar.data.tokenizer import Ids
 from meshpar.models import Llama
-from meshpar.serve import speculative
+from meshpar.serve.answer import Answer
+from meshpar.serve.batch import Batch, requests_of
+from meshpar.serve.draft_model import DraftModel
+from meshpar.serve.drafts import NGrams
+from meshpar.serve.engine import Engine
+from meshpar.serve.paged_decoding import PagedDecoding, num_accepted
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.speculative import DraftModel, PromptLookup, SpeculativeGenerator, num_accepted
 from tests import serving
-from tests.serving import MAX_TOKENS, PROMPTS, decoding, generator, params, placed, tokens
+from tests.serving import MAX_TOKENS, PROMPTS, batch_decoding, batch_engine, generated, params, placed
 
 DRAWN = Sampling(temperature=1.0, top_k=12, top_p=0.9, seed=7)
 VOCAB = 5
+NO_END = Ids(vocab_size=30, bos=29)
 PLAIN = Sampling(temperature=1.0, seed=3)
 NUM_DRAWS = 4096
 TINY = {"num_layers": 1, "num_heads": 2, "intermediate_size": 8, "vocab_size": VOCAB}
@@ -39,32 +44,26 @@ def _models():
         yield
 
 
-def speculating(model: str, draft: str, layout: str, sampling: Sampling, num_drafts: int = 3, **sizes):
-    """A generator with the drafts of another model, or of n-grams."""
+def speculating(model: str, draft: str, layout: str, sampling: Sampling, num_drafts: int = 3, **sizes: int) -> Engine:
+    """An engine with the drafts of another model, or of n-grams."""
     lowering = "auto" if layout == "one" else "manual"
-    own = decoding(model, layout, lowering, sampling, num_drafts=num_drafts, **sizes)
-
-    def restored(of: str):
-        return lambda structs: placed(params(of), structs)
-
     if draft == "ngrams":
-        return SpeculativeGenerator(own, restored(model), drafter=PromptLookup(own, 1))
-    smaller = replace(own, model=serving.MODELS[draft])
-    return SpeculativeGenerator(own, restored(model), drafter=DraftModel(smaller), restore_draft=restored(draft))
+        return batch_engine(model, layout, lowering, sampling, NGrams(1, num_drafts), **sizes)
+    smaller = batch_decoding(draft, layout, lowering, sampling, num_drafts=num_drafts, **sizes)
+    drafter = DraftModel(smaller, lambda structs: placed(params(draft), structs))
+    return batch_engine(model, layout, lowering, sampling, drafter, **sizes)
 
 
-def answers(generator, prompts=PROMPTS) -> np.ndarray:
-    """int32[prompts, max_tokens]."""
-    found: list[list[int]] = [[] for _ in prompts]
-    for of_rows in generator.lists(prompts):
-        for row, new in zip(found, of_rows, strict=True):
-            row.extend(new)
-    return np.asarray(found)
+def answers(engine: Engine, sampling: Sampling, prompts=PROMPTS, max_tokens=MAX_TOKENS) -> tuple[np.ndarray, Batch]:
+    """int32[prompts, max_tokens], and the counts of the batch."""
+    batch = Batch([Answer(NO_END, [], max_tokens) for _ in prompts])
+    list(batch.stream(engine, requests_of(prompts, max_tokens, sampling)))
+    return np.asarray([answer.tokens for answer in batch.answers]), batch
 
 
 @lru_cache
 def alone(sampling: Sampling) -> np.ndarray:
-    return tokens(generator("llama", "one", "auto", sampling))
+    return generated("llama", "one", "auto", sampling)
 
 
 CASES = [
@@ -78,17 +77,18 @@ CASES = [
     [pytest.param(*case, marks=[] if i < 3 else pytest.mark.slow) for i, case in enumerate(CASES)],
 )
 def test_the_answer_is_that_of_the_model_alone(draft, layout, sampling):
-    speculative = speculating("llama", draft, layout, sampling)
-    assert (answers(speculative) == alone(sampling)).all()
+    got, batch = answers(speculating("llama", draft, layout, sampling), sampling)
+    assert (got == alone(sampling)).all()
     if draft == "llama":  # the model agrees with itself
-        assert speculative.acceptance == 1.0
-        assert len(list(speculative.lists(PROMPTS))) == 1 + -(-(MAX_TOKENS - 1) // 4)
+        assert batch.acceptance == 1.0
+        assert (len(batch.prefill_s), len(batch.decode_s)) == (1, -(-(MAX_TOKENS - 1) // 4))
 
 
 def frequencies(draft: str) -> tuple[np.ndarray, np.ndarray]:
     """How often each pair of second and third tokens was drawn, and how often it is expected to be."""
-    sizes = {"num_rows": NUM_DRAWS, "prompt_len": 2, "max_tokens": 3}
-    drawn = answers(speculating("tiny", draft, "one", PLAIN, num_drafts=2, **sizes), [[1, 2]] * NUM_DRAWS)
+    sizes = {"num_rows": NUM_DRAWS, "longest": 2, "max_tokens": 3}
+    engine = speculating("tiny", draft, "one", PLAIN, num_drafts=2, **sizes)
+    drawn, _ = answers(engine, PLAIN, [[1, 2]] * NUM_DRAWS, max_tokens=3)
     counts = np.zeros((VOCAB,) * 3)
     np.add.at(counts, tuple(drawn.T), 1)
     return counts.reshape(-1), NUM_DRAWS * probabilities().reshape(-1)
@@ -119,13 +119,13 @@ def test_sampled_tokens_have_the_distribution_of_the_model(draft):
 
 def test_planted_an_accepted_draft_that_the_model_did_not_sample_is_seen(monkeypatch):
     """The first draft is accepted in any case, and replaces the model's token."""
+    step = PagedDecoding._step
 
-    def biased(self, params, turn, drafts, cache):
-        tokens, cache = own_tokens(self, params, turn, drafts, cache)
-        return tokens.at[:, 0].set(drafts[:, 0]), cache
+    def biased(self, params, tokens, positions, last, *more, **settings):
+        chosen, scores, pages = step(self, params, tokens, positions, last, *more, **settings)
+        return (chosen.at[:, 0].set(tokens[:, 1]) if last.ndim == 2 else chosen), scores, pages
 
-    own_tokens = speculative.Speculation._own_tokens
-    monkeypatch.setattr(speculative.Speculation, "_own_tokens", biased)
+    monkeypatch.setattr(PagedDecoding, "_step", biased)
     assert p_value(*frequencies("tiny_draft")) < 1e-6
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.errors import ConfigError, ShardingError
+from meshpar.errors import ShardingError
 from meshpar.sharding.rules import AxisRules
-from tests.serving import decoding, generator
+from tests.serving import paged
 
 CONFIG = """\
 model: {kind: gpt, num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 32, max_seq_len: 16}
@@ -121,24 +121,7 @@ def test_arguments_that_do_not_fit_are_refused_in_these_words(case, meshpar):
 
 @pytest.mark.parametrize("dim", ["seq", "layers"])
 def test_rules_that_would_shard_one_token_are_refused(dim):
-    ctx = decoding("llama", "data2", "manual").ctx
+    ctx = paged("llama", "data2", "manual").ctx
     with pytest.raises(ShardingError) as error:
-        replace(decoding("llama", "data2", "manual"), ctx=replace(ctx, rules=AxisRules(batch=(), **{dim: ("data",)})))
+        replace(paged("llama", "data2", "manual"), ctx=replace(ctx, rules=AxisRules(batch=(), **{dim: ("data",)})))
     assert f"rules.{dim}\n    one token cannot be divided over data\n    mesh.data=1" in str(error.value)
-
-
-def test_prompts_larger_than_the_compiled_program_are_refused(float64):
-    model = generator("llama", "one", "auto", num_rows=1, prompt_len=2)
-    with pytest.raises(ConfigError) as error:
-        next(model.turns([[1, 2, 3], []]))
-    assert (
-        str(error.value)
-        == """\
-the prompts do not fit the compiled program:
-  prompts
-    there are 2, and the cache has 1 rows
-  prompt 1
-    has 3 tokens, and the cache holds 1 to 2
-  prompt 2
-    has 0 tokens, and the cache holds 1 to 2"""
-    )

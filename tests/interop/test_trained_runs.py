@@ -26,10 +26,10 @@ from meshpar.nn.lora import LoRA
 from meshpar.optim import AdamW
 from meshpar.optim.pruning import Magnitude
 from meshpar.parallel.strategies import Parallel
-from meshpar.serve.decoding import Decoding
 from meshpar.serve.open_engine import open_engine
+from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.scheduler import Request
+from meshpar.serve.scheduler import Capacity, Request
 from meshpar.serve.source import Source, open_source
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.loss import Distill
@@ -87,12 +87,10 @@ def after_training(kind: str, abstract: TrainState) -> TrainState:
     return replace(state, opt_state=state.opt_state._replace(ema=map_with_path(drawn, abstract.params)))
 
 
-def decoding_of(opened: Source) -> Decoding:
+def decoding_of(opened: Source) -> PagedDecoding:
     dtype = np.dtype(opened.run.precision.params)
     ctx = opened.ctx(opened.run.mesh.build())
-    return Decoding(
-        model=opened.model, ctx=ctx, dtype=dtype, sampling=Sampling(), num_rows=8, prompt_len=2, max_tokens=2
-    )
+    return PagedDecoding(model=opened.model, ctx=ctx, dtype=dtype, capacity=Capacity(num_shards=ctx.shards("batch")))
 
 
 def on_mesh(run_dir: Path) -> tuple[dict[str, jax.Array], dict[str, jax.ShapeDtypeStruct]]:

@@ -11,14 +11,17 @@ import pytest
 
 from meshpar.inspection.program.hlo import Collective, collectives_of
 from meshpar.models import Llama
+from meshpar.serve.batch import requests_of
+from meshpar.serve.paged_model import GREEDY
 from meshpar.train.state import structs
-from tests.serving import MAX_TOKENS, MODELS, PROMPTS, SIZES, decoding, generator, params
+from tests.serving import MAX_TOKENS, MODELS, PROMPTS, SIZES, batch_decoding, batch_engine, params, served
 
 F64 = 8
 ROWS = len(PROMPTS)
 SLOTS = 6 + MAX_TOKENS
 KV_HEADS = 4
 HEAD_DIM = 4
+PROGRAMS = ["jit(decode)", "jit(prefill)"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +31,11 @@ def _float64(float64):
 
 @lru_cache
 def compiled(layout: str, lowering: str, **sizes: int) -> jax.stages.Compiled:
-    return decoding("llama", layout, lowering, **sizes).compile_decode().compiled
+    return batch_decoding("llama", layout, lowering, **sizes).compile_decode().compiled
 
 
 def found(layout: str, lowering: str) -> list[Collective]:
-    return collectives_of(compiled(layout, lowering).as_text(), decoding("llama", layout, lowering).ctx.mesh)
+    return collectives_of(compiled(layout, lowering).as_text(), batch_decoding("llama", layout, lowering).ctx.mesh)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +44,14 @@ def found(layout: str, lowering: str) -> list[Collective]:
 )
 def test_the_cache_is_donated_and_has_its_closed_form(layout, shards, lowering):
     closed_form = 2 * SIZES["num_layers"] * ROWS * SLOTS * KV_HEADS * HEAD_DIM * F64 // shards
-    assert decoding("llama", layout, lowering).cache_bytes == closed_form
+    assert batch_decoding("llama", layout, lowering).cache_bytes == closed_form
     assert compiled(layout, lowering).memory_analysis().alias_size_in_bytes == closed_form
     # A copied cache would not be aliased, and would be among the temporaries.
     assert compiled(layout, lowering).memory_analysis().temp_size_in_bytes < 2**15
 
 
 def test_control_a_cache_that_is_not_donated_is_seen():
-    decode = decoding("llama", "one", "manual")
+    decode = batch_decoding("llama", "one", "manual")
     again = jax.jit(lambda params, turn, cache: decode.logits(params, turn, cache))
 
     row, whole = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((ROWS,), (ROWS, 1)))
@@ -65,7 +68,7 @@ def test_decoding_needs_temporaries_of_one_layer(layout, lowering, monkeypatch):
     """A scan over layers that split and stacked the cache would hold a copy of all of it."""
     few = compiled(layout, lowering).memory_analysis().temp_size_in_bytes
     monkeypatch.setitem(MODELS, "llama", Llama(**SIZES | {"num_layers": 8}))
-    many = decoding("llama", layout, lowering)
+    many = batch_decoding("llama", layout, lowering)
     a_layer = many.cache_bytes // 8
     assert many.compile_decode().compiled.memory_analysis().temp_size_in_bytes - few < a_layer
 
@@ -113,11 +116,12 @@ def compilations():
 def test_prefill_and_decode_are_compiled_once_for_any_prompts_and_number_of_tokens(compilations):
     params("llama")  # programs of their own draw them
     compilations.clear()
-    model = generator("llama", "data2_fsdp2_tensor2", "manual")
-    assert compilations == ["jit(prefill)", "jit(decode)"]
+    engine = batch_engine("llama", "data2_fsdp2_tensor2", "manual")
+    assert compilations == PROGRAMS
     for prompts in (PROMPTS, PROMPTS[:1], [[7, 7]] * 3):
-        assert len(list(model.turns(prompts))) == MAX_TOKENS
-    assert compilations == ["jit(prefill)", "jit(decode)"]
+        answers = served(engine, requests_of(prompts, MAX_TOKENS, GREEDY))
+        assert {len(answer) for answer in answers} == {MAX_TOKENS}
+    assert compilations == PROGRAMS
 
 
 def test_control_a_compilation_is_seen(compilations):

@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from meshpar.data.special_tokens import SamplingDefaults, sampling_defaults
 from meshpar.errors import DataError
 from meshpar.serve.answer import Answer
+from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.generator import Generator
 from meshpar.serve.http.replies import Stream
 from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
@@ -33,7 +33,7 @@ from meshpar.serve.scheduler import Request, Row
 from meshpar.serve.service import Answers
 from tests.serve import malformed
 from tests.serve.client import IDS, JSON, Client, serving
-from tests.serving import engine, generator, paged, params, placed
+from tests.serving import batch_engine, engine, paged, params, placed
 
 PROMPT = [3, 1, 4]
 NUM = 200
@@ -85,15 +85,15 @@ def mixed() -> tuple[list[list[int]], list[int]]:
 def expected(float64_module) -> list[str]:
     """The answers of `generate` to the mixed prompts."""
     prompts, lengths = mixed()
-    answers = [Answer(IDS, [], length) for length in lengths]
-    list(on_one_device(GREEDY).stream(prompts, answers))
-    return [answer.text for answer in answers]
+    batch = Batch([Answer(IDS, [], length) for length in lengths])
+    list(batch.stream(on_one_device(GREEDY), requests_of(prompts, LONGEST_ANSWER, GREEDY)))
+    return [answer.text for answer in batch.answers]
 
 
 @lru_cache
-def on_one_device(sampling: Sampling) -> Generator:
-    sizes = {"num_rows": NUM, "prompt_len": LONGEST_PROMPT, "max_tokens": LONGEST_ANSWER}
-    return generator("llama", "one", "auto", sampling, **sizes)
+def on_one_device(sampling: Sampling) -> Engine:
+    sizes = {"num_rows": NUM, "longest": LONGEST_PROMPT, "max_tokens": LONGEST_ANSWER}
+    return batch_engine("llama", "one", "auto", sampling, **sizes)
 
 
 async def ask_all(client: Client) -> list[str]:
@@ -118,7 +118,7 @@ def run(engine: Engine, scene: Any, **settings: Any) -> Any:
 def generated(num_tokens: int, sampling: Sampling = GREEDY, stop: tuple[str, ...] = ()) -> Answer:
     """The answer of `generate` to PROMPT."""
     answer = Answer(IDS, stop, num_tokens)
-    list(on_one_device(sampling).stream([PROMPT], [answer]))
+    list(Batch([answer]).stream(on_one_device(sampling), requests_of([PROMPT], LONGEST_ANSWER, sampling)))
     return answer
 
 

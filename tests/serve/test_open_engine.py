@@ -65,7 +65,7 @@ def test_drafts_are_compiled_only_if_something_drafts():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache_bytes": 9000}, "8.79 KiB do not hold a row of 64 tokens 17.00 KiB, or a smaller max_len"),
+        ({"cache_bytes": 9000}, "8.79 KiB do not hold a row of 64 tokens 16.00 KiB, or a smaller max_len"),
         ({"draft": source(vocab_size=31)}, "its vocabulary has 31 ids, and that of the model 29"),
         ({"draft": gpt(32)}, "it has 32 positions, and the longest row has 64 tokens max_len=32"),
         ({"draft": source(), "ngrams": 2}, "a draft model proposes the tokens already"),

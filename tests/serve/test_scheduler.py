@@ -242,8 +242,8 @@ FAULTS = {
     "a release of others' pages": (PagePool, "release", planted_release_of_all),
     "a page that is still found": (PagePool, "_next", planted_page_that_is_still_found),
     "a chunk of another row": (
-        Scheduler, "_chunk",
-        lambda scheduler, shard: next((Chunk(row, row.request.prompt[1:2]) for row in scheduler.rows if row), None),
+        Scheduler, "_chunks",
+        lambda scheduler, shard: [next((Chunk(row, row.request.prompt[1:2]) for row in scheduler.rows if row), None)],
     ),
 }  # fmt: skip
 

@@ -22,9 +22,8 @@ import pytest
 
 from meshpar.data.chat.template import ChatTemplate
 from meshpar.errors import ConfigError
-from meshpar.serve.answer import Answer
+from meshpar.serve.answer import Answer, Piece
 from meshpar.serve.constraint import Grammars
-from meshpar.serve.generator import Piece
 from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.shapes import ChatShape, Toolbox
 from meshpar.serve.http.tools import Form, Hermes, Llama3, Mistral, form_of, read_calls

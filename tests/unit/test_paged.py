@@ -25,18 +25,16 @@ def drawn(*shape: int) -> np.ndarray:
 
 
 def tables() -> np.ndarray:
-    """Pages in a random order, none of them 0; a page of one row is of no other row of the shard."""
+    """Pages in a random order; a page of one row is of no other row of the shard."""
     order = np.random.default_rng(0)
-    return np.concatenate([1 + order.permutation(PAGES).reshape(ROWS, ROW_PAGES) for _ in range(SHARDS)]).astype(
-        np.int32
-    )
+    return np.concatenate([order.permutation(PAGES).reshape(ROWS, ROW_PAGES) for _ in range(SHARDS)]).astype(np.int32)
 
 
 def difference(num_new: int, window: int | None, block_size: int = 8) -> float:
     """The largest difference for `num_new` tokens after those that are cached."""
     keys, values = drawn(4, 24, KV_HEADS, WIDTH), drawn(4, 24, KV_HEADS, WIDTH)[::-1]
     table = tables()
-    pages = [np.full((SHARDS, LAYERS, PAGES + 1, SIZE, KV_HEADS, WIDTH), np.nan) for _ in range(2)]
+    pages = [np.full((SHARDS, LAYERS, PAGES, SIZE, KV_HEADS, WIDTH), np.nan) for _ in range(2)]
     for row, length in enumerate(LENGTHS):
         for position in range(length):
             place = (row // ROWS, 1, table[row, position // SIZE], position % SIZE)

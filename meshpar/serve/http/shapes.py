@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from meshpar.serve.answer import Answer, Finish
-from meshpar.serve.generator import Piece
+from meshpar.serve.answer import Answer, Finish, Piece
 from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.tools import Form, read_calls
 from meshpar.serve.service import Answers
