@@ -32,9 +32,9 @@ class Engine(PagedModel):
         assert decoding.num_drafts == (drafter.num_drafts if drafter else 0), "drafts of another length are compiled"
         self._decode = decoding.compile_decode()
         # A batch needs the host only to read its tokens, so a draft and its check are one program.
-        is_round = decoding.capacity.whole_prompts and isinstance(drafter, DraftModel)
-        self._round = decoding.compile_round(drafter.decoding) if is_round else None
-        self._verify = decoding.compile_verify() if drafter and not is_round else None
+        smaller = drafter.decoding if decoding.capacity.whole_prompts and isinstance(drafter, DraftModel) else None
+        self._round = decoding.compile_round(smaller) if smaller else None
+        self._verify = decoding.compile_verify() if drafter and not smaller else None
         self._score = decoding.compile_score() if decoding.scores_prompts else None
         super().__init__(decoding, restore)
         self.drafter = drafter
@@ -126,7 +126,7 @@ class Engine(PagedModel):
         self._turn, self._ahead = turn, None
         # A batch decodes the same rows again, so that their next turn is computed while this one is read.
         is_known = self.decoding.capacity.whole_prompts and self.drafter is None
-        if is_known and any(row.num_missing > 1 for row in rows if row):
+        if is_known and not any(map(_depends_on_answer, rows)) and any(row.num_missing > 1 for row in rows if row):
             self._ahead = self._decoded_turn(turn)
         return on_host(turn.tokens)[:, None].tolist(), scores
 
@@ -136,7 +136,7 @@ class Engine(PagedModel):
 
     def _run_round(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], int]:
         """The tokens that are added to each row, and the number of drafts that its answer had room for."""
-        assert self._round and isinstance(self.drafter, DraftModel)
+        assert self._round and self._rows and isinstance(self.drafter, DraftModel)
         turn = self._turn or self._placed_turn(rows)
         found = self.drafter.check(self._round, self._params, turn, self._rows, self._pages)
         tokens, num_accepted, self._turn, self._pages = found
