@@ -12,7 +12,7 @@ from meshpar.planning.space import Layout
 MANY = 5_000
 """A space with more layouts is narrowed."""
 MESHES = 50
-"""How many meshes are left: of the five best of seven spaces, all were among the 11 with the fastest samples."""
+"""How many meshes are left: of the five best of six spaces, all were among the 11 with the fastest samples."""
 
 
 def narrowed(everything: Sequence[Layout], probes: Probes, machine: Machine, at_most: float) -> Sequence[Layout]:
