@@ -11,7 +11,7 @@ from flax import nnx
 from meshpar.models.families.attention import Cache, SelfAttention, Tokens
 from meshpar.models.families.experts import Mixture
 from meshpar.models.families.latent import LatentAttention
-from meshpar.models.families.layers import Feedforward, Linear, Normed, capped
+from meshpar.models.families.layers import Bias, Feedforward, Linear, Normed, capped
 from meshpar.models.families.options import MLP, Attention, DecoderOptions, Layer, Norm
 from meshpar.models.families.rotary import angles
 from meshpar.nn.layers import normal
@@ -68,7 +68,10 @@ class FamilyDecoder(nnx.Module):
         self.layers = nnx.List(Block(options.width, one, options.norm, rngs=rngs) for one in options.layers)
         self.norm = Normed(options.norm, embed) if options.has_norm else None
         vocab = ("vocab", options.vocab_size)
-        self.head = None if options.is_tied else Linear([embed], [vocab], bias=options.head_bias, rngs=rngs)
+        if options.is_tied:
+            self.head = Bias(vocab) if options.head_bias else None
+        else:
+            self.head = Linear([embed], [vocab], bias=options.head_bias, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
@@ -117,7 +120,9 @@ class FamilyDecoder(nnx.Module):
             new.append(cache)
         if self.norm is not None:
             x = self.norm(x)
-        logits = jnp.einsum("bsd,vd->bsv", x, table) if self.head is None else self.head(x)
+        logits = jnp.einsum("bsd,vd->bsv", x, table) if options.is_tied else x
+        if self.head is not None:
+            logits = self.head(logits)
         return capped(logits * jnp.asarray(options.logit_scale, logits.dtype), options.cap), new
 
 

@@ -47,11 +47,10 @@ def _gptj(keys: Keys) -> DecoderOptions:
         width=keys.some_size("n_inner") or 4 * width, act=keys.act("activation_function"), is_gated=False, bias=True
     )
     layer = Layer(attention=of, mlp=inner, style="parallel", norms=("attn_in",))
-    is_tied = keys.flag("tie_word_embeddings")
     return DecoderOptions(
         vocab_size=keys.size("vocab_size"), width=width, layers=(layer,) * keys.size("n_layer", most=2**12),
-        norm=layer_norm(keys, "layer_norm_epsilon"), max_seq_len=keys.size("n_positions"), is_tied=is_tied,
-        head_bias=not is_tied,
+        norm=layer_norm(keys, "layer_norm_epsilon"), max_seq_len=keys.size("n_positions"),
+        is_tied=keys.flag("tie_word_embeddings"), head_bias=True,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def _phi(keys: Keys) -> DecoderOptions:
         qk_norm=norm if keys.flag("qk_layernorm") else None,
     )  # fmt: skip
     layer = Layer(attention=of, mlp=mlp(keys, is_gated=False, bias=True), style="parallel", norms=("attn_in",))
-    return decoder(keys, [layer] * keys.num_layers, norm, head_bias=not keys.flag("tie_word_embeddings"))
+    return decoder(keys, [layer] * keys.num_layers, norm, head_bias=True)
 
 
 def _cohere(keys: Keys) -> DecoderOptions:

@@ -33,6 +33,17 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+class Bias(nnx.Module):
+    """`x + bias`, along the last dim."""
+
+    def __init__(self, dim: tuple[str, int]):
+        name, size = dim
+        self.bias = filled(0.0, (size,), (name,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.bias[...]
+
+
 class Normed(nnx.Module):
     """A norm over the last dim. Its scale has the dims `dims`, of which the last is normed."""
 

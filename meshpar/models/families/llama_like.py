@@ -58,6 +58,8 @@ def _ernie(keys: Keys) -> DecoderOptions:
 
 
 def _internlm(keys: Keys) -> DecoderOptions:
+    if keys.flag("attention_bias") != keys.flag("mlp_bias"):
+        keys.wrong("attention_bias", "differs from mlp_bias: this model has a bias in all projections, or in none")
     layer = Layer(attention=attention(keys, **biases(keys)), mlp=mlp(keys, bias=keys.flag("mlp_bias")))
     return decoder(keys, [layer] * keys.num_layers, rms(keys))
 

@@ -47,7 +47,7 @@ def _phimoe(keys: Keys) -> DecoderOptions:
     of = attention(keys, window=keys.some_size("sliding_window"), **biases(keys))
     norm = layer_norm(keys, "rms_norm_eps")
     layers = [Layer(attention=of, mlp=sparse)] * keys.num_layers
-    return decoder(keys, layers, norm, head_bias=keys.flag("lm_head_bias") and not keys.flag("tie_word_embeddings"))
+    return decoder(keys, layers, norm, head_bias=keys.flag("lm_head_bias"))
 
 
 def _sigmoid(keys: Keys, act: Any) -> Experts:
