@@ -1,6 +1,9 @@
 # make train: the main job, with ARGS="num_steps=50" a shorter one. make test: everything that CI runs, on two cores; a file stays on one, for it shares programs.
 PYTHON ?= python3
 VENV := .venv
+INSTALL := $(VENV)/bin/pip install -q --no-compile
+# pip compiles on one core. The files of another Python that some packages hold are no error.
+COMPILE := $(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: train test check matrix reference pictures docs clean
 
@@ -31,7 +34,8 @@ docs: $(VENV)/installed-docs
 
 # The stamps say what is installed: nothing is installed twice, unless pyproject.toml changes.
 $(VENV)/installed: $(VENV)/bin/pip pyproject.toml
-	$(VENV)/bin/pip install -q -e .
+	$(INSTALL) -e .
+	$(COMPILE)
 	touch $@
 
 # The tests compare with PyTorch on the CPU. Its own index has it without CUDA, in 0.2 GB instead of 4; where that cannot
@@ -39,18 +43,19 @@ $(VENV)/installed: $(VENV)/bin/pip pyproject.toml
 TORCH ?= https://download.pytorch.org/whl/cpu
 
 $(VENV)/torch: $(VENV)/bin/pip
-	-$(VENV)/bin/pip install -q --retries 0 --no-deps --index-url $(TORCH) "torch==2.13.*"
+	-$(INSTALL) --retries 0 --no-deps --index-url $(TORCH) "torch==2.13.*"
 	touch $@
 
 # It requires an Orbax that is older than ours, and imports none.
 $(VENV)/jax2onnx: $(VENV)/bin/pip
-	$(VENV)/bin/pip install -q --no-deps jax2onnx==0.17.1
+	$(INSTALL) --no-deps jax2onnx==0.17.1
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/torch $(VENV)/jax2onnx
 
 $(VENV)/installed-%: $(VENV)/bin/pip pyproject.toml
-	$(VENV)/bin/pip install -q -e ".[$*]"
+	$(INSTALL) -e ".[$*]"
+	$(COMPILE)
 	touch $@ $(VENV)/installed
 
 # pip is what a venv gets last: where it is, the venv is whole.

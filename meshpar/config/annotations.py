@@ -7,6 +7,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -99,10 +100,17 @@ def reachable(model: type[pydantic.BaseModel]) -> set[type[pydantic.BaseModel]]:
 def field_docs(model: type[pydantic.BaseModel]) -> dict[str, str]:
     """Field -> the docstring below it, in the source of the class or of a base class."""
     docs: dict[str, str] = {}
-    bases = [cls for cls in model.__mro__ if issubclass(cls, pydantic.BaseModel) and cls is not pydantic.BaseModel]
-    for cls in reversed(bases):
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
-        for field, text in pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
+    for cls in reversed(model.__mro__):
+        if issubclass(cls, pydantic.BaseModel) and cls is not pydantic.BaseModel:
+            docs |= _docs_below_fields(cls)
     return {field: text for field, text in docs.items() if field in model.model_fields}
+
+
+@cache  # Python parses the whole file to find the source of a class
+def _docs_below_fields(cls: type) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyright: ignore
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            docs[field.target.id] = inspect.cleandoc(str(text.value.value))  # pyright: ignore
+    return docs

@@ -95,6 +95,12 @@ def plain_loss(name: str) -> Callable[..., Any]:
     return loss
 
 
+@lru_cache
+def plain_gradient(name: str) -> Callable[..., Any]:
+    """(params, batch) -> the mean and its gradient, compiled once."""
+    return jax.jit(jax.value_and_grad(plain_loss(name)))
+
+
 def by_hand(
     name: str, num_steps: int = 2, loss: Callable[..., Any] | None = None, params: Any = None, parts: int = 1
 ) -> tuple[list[float], Any]:
@@ -103,7 +109,7 @@ def by_hand(
     Args:
       parts: the microbatches of a batch, each of every `parts`-th row; gradients are their mean.
     """
-    grad = jax.jit(jax.value_and_grad(loss or plain_loss(name)))
+    grad = jax.jit(jax.value_and_grad(loss)) if loss else plain_gradient(name)
     params = model(name)[1] if params is None else params
     losses = []
     for batch in batches(name, num_steps):

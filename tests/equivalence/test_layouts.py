@@ -29,14 +29,14 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)
 def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulation):
     got = outcome(prepared(model, layout, lowering, accumulation))
     assert got.difference(on_one_device(model)) < 1e-10
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

@@ -64,7 +64,7 @@ def first_difference(model, taken):
     return compare(taken, on_one_device(model), without_gradient(on_one_device(model))).first
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_an_outside_model_is_equal_to_one_device(model, layout):
     state, taken = trained(model, layout)

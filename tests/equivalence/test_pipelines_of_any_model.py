@@ -316,21 +316,21 @@ CASES = [
     if not (kind in ("interleaved", "zbv") and model in TWO_LAYERS)
 ]
 SAMPLE: dict[str, list[str]] = {
-    "llama": ["1f1b", "zb_h1"],
+    "llama": ["zb_h1"],
     "gpt2": ["1f1b"],
-    "stacked_nnx": ["1f1b", "zb_h2"],
+    "stacked_nnx": ["zb_h2"],
     "plain": list(SCHEDULES),
     "vit": ["zb_h1"],
     "mixer": ["zb_h2"],
     "towers": ["zb_h2"],
-    "residual": ["interleaved", "zb_h1"],
+    "residual": ["interleaved"],
     "mamba": ["zb_h2"],
     "gshard": ["zbv", "pipedream_2bw"],
     "alternating": ["1f1b"],
-    "translating": ["zb_h2", "zbv"],  # an encoder and a decoder; whisper takes ten times as long
-    "collecting": ["zb_h1", "interleaved"],
-    "marked": ["gpipe", "zbv"],
-    "halves": ["1f1b", "interleaved"],
+    "translating": ["zbv"],  # an encoder and a decoder; whisper takes ten times as long
+    "collecting": ["zb_h1"],
+    "marked": ["gpipe"],
+    "halves": ["interleaved"],
     "unlike": ["gpipe"],
 }
 

@@ -58,6 +58,7 @@ from tests.equivalence.strategies import (
     difference,
     mean_of,
     model,
+    plain_gradient,
     plain_loss,
     trained,
 )
@@ -110,7 +111,7 @@ def error_feedback(kind, name):
     found = jax.device_get(
         jax.jit(made.gradients)(state.params, with_rows(made.put(batch)), np.int32(0), state.carried)
     )
-    exact = jax.jit(jax.grad(plain_loss(name)))(model(name)[1], batch)
+    exact = plain_gradient(name)(model(name)[1], batch)[1]
     lost = jax.tree.map(lambda x: np.sum(x, 0), found.carried[REDUCE]["lost"])
     both = jax.tree.map(lambda grad, error: grad + error / found.tokens, found.grads, lost)
     rounding = np.finfo(np.float32).eps * max(np.abs(grad).max() for grad in jax.tree.leaves(exact))
@@ -126,12 +127,13 @@ def in_slices(name: str, after: Callable[[int, list[Any]], list[Any]], num_steps
     Args:
       after: (step, the slices' parameters) -> these after the step.
     """
-    grad = jax.jit(jax.grad(plain_loss(name)))
     slices = [model(name)[1]] * 2
     for index, batch in enumerate(batches(name, num_steps), 1):
         for i in range(2):
             rows = {key: x[i * ROWS // 2 : (i + 1) * ROWS // 2] for key, x in batch.items()}
-            slices[i] = jax.device_get(jax.tree.map(lambda p, g: p - RATE * g, slices[i], grad(slices[i], rows)))
+            slices[i] = jax.device_get(
+                jax.tree.map(lambda p, g: p - RATE * g, slices[i], plain_gradient(name)(slices[i], rows)[1])
+            )
         slices = after(index, slices)
     return slices
 

@@ -150,7 +150,7 @@ IN_CHUNKS = [None, "tensor4", "data2_fsdp2_tensor2", "fsdp2_context2_tensor2"]
 IN_CHUNKS += [pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS if layout not in IN_CHUNKS]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", IN_CHUNKS)
 def test_a_loss_in_chunks_is_equal_to_one_device(layout):
     """With label smoothing, z-loss and a teacher. The last chunk is shorter, and microbatches have chunks too."""

@@ -141,6 +141,7 @@ def differences(found: dict[str, Any], model: str) -> dict[str, float]:
     return {path: float(np.abs(np.float64(x) - np.float64(got[path])).max()) for path, x in want.items()}
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("model", "layout", "lowering"), list(cases()))
 def test_a_public_model_is_equal_to_one_device(model, layout, lowering):
     on_one_device(model)
@@ -150,7 +151,7 @@ def test_a_public_model_is_equal_to_one_device(model, layout, lowering):
     assert {path: x for path, x in found.items() if not x < 1e-10} == {}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_gradient_of_a_public_model_is_a_number_to_compare(model):
     _, _, _, expected = on_one_device(model)

@@ -228,6 +228,7 @@ for step in range(1, 15 if num_processes == "1" else 5):
 ELASTIC = {"min_processes": 1, "mesh": {"data": 1, "fsdp": -1}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("return_s", "attempts"),
     [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import ROOT, Block, blocks, check_same, shell
+from tests.docs.page import QUICKLY, ROOT, Block, blocks, check_same, shell
 from tests.docs.server import END
 
 COMMANDS = {
@@ -27,7 +27,7 @@ COMMANDS = {
     "pytest": "-m pytest",
 }
 SAMPLE = re.compile(r"make train|\. |meshpar explain|meshpar new|cd |meshpar train config.yaml$")
-SHORT = "num_steps=2 optim.schedule.warmup_steps=1"
+SHORT = "num_steps=2 optim.schedule.warmup_steps=1 data.held_out_rows=32"
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def environment(clone: Path) -> None:
 
 
 def variables() -> dict[str, str]:
-    """The variables of a shell in which no environment of Python is active."""
+    """The variables of a shell in which no environment of Python is active; XLA compiles quickly."""
     without_python = {key: value for key, value in shell().items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     folders = [folder for folder in without_python["PATH"].split(os.pathsep) if not (Path(folder) / "meshpar").exists()]
-    return without_python | {"PATH": os.pathsep.join(folders)}
+    return without_python | QUICKLY | {"PATH": os.pathsep.join(folders)}
 
 
 def typed(code: list[str], folder: Path) -> list[str]:

@@ -21,11 +21,11 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.docs.page import ROOT, blocks, shell
+from tests.docs.page import QUICKLY, ROOT, blocks, shell
 
 HERE = ROOT / "PYPI.md"
 QUICKSTART = "configs/quickstart.yaml"
-SHORT = "num_steps=2 optim.schedule.warmup_steps=1 log_every=1"
+SHORT = "num_steps=2 optim.schedule.warmup_steps=1 log_every=1 data.held_out_rows=32"
 
 
 def copied(folder: Path) -> Path:
@@ -45,7 +45,7 @@ def environment(folder: Path) -> Path:
 
 
 def run(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    variables = {key: value for key, value in shell().items() if not key.startswith("PYTHON")}
+    variables = QUICKLY | {key: value for key, value in shell().items() if not key.startswith("PYTHON")}
     return subprocess.run(
         words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
     )

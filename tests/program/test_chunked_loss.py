@@ -41,7 +41,7 @@ def prepared(layout: str, chunk: Any, num_microbatches: int = 1, lowering: str =
     return test_bytes.prepared(layout, lowering, num_microbatches, loss=LossConfig(chunk=chunk), **more)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "num_microbatches", "name"), CASES)
 def test_bytes_and_flops_equal_those_without_chunks(layout, num_microbatches, name):
     run = prepared(layout, CHUNK, num_microbatches, **OTHERS.get(name, {}))

@@ -445,19 +445,20 @@ def run_findings(layout: str, lowering: str) -> tuple[Finding, ...]:
     return run.inspect(run.compile_step(DEFAULT_FUSIONS)).findings
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "hsdp2x4", "data2_fsdp2_tensor2"])
 def test_the_manual_lowering_has_no_findings(layout):
     assert run_findings(layout, "manual") == ()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["quickstart", "data-parallel", "fsdp", "gpt", "hsdp", "tensor", "zero1"])
 def test_the_configs_have_no_findings(name):
     run = load(Path(__file__).parents[2] / "configs" / f"{name}.yaml", ["model.num_layers=2"])
     assert of_run(prepare(run), KIB) == ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["data8", "zero3"])
 def test_gspmd_reduces_the_gradient_of_every_parameter_in_every_microbatch(layout):
     found = run_findings(layout, "auto")

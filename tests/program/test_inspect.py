@@ -127,7 +127,7 @@ def decoder_flops() -> int:
     return 2 * tokens * (MODEL.num_layers * (3 * (layer + attention) + scores) + 3 * v * d)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
     [
@@ -149,7 +149,7 @@ def local_bytes(placements) -> int:
     return sum(placement.local_bytes for placement in leaves)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_arguments_equal_the_placements_to_the_byte(layout):
     run, inspection = inspected(layout)

@@ -33,7 +33,7 @@ def early(name):
     return {(loop.opcode, one.opcode) for loop, one in unordered(Program(step.text))}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_collective_begins_beside_a_loop_that_communicates(name):
     assert early(name) == set()

@@ -157,7 +157,7 @@ AGAINST_GSPMD = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "layout"), AGAINST_GSPMD)
 def test_a_partitioned_step_sends_no_more_than_gspmds(model, layout):
     sent = {}

@@ -64,6 +64,7 @@ def test_env_works_where_jax_cannot_start():
     assert "error" in json.loads(done.stdout)["devices"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "abacus"])
 def test_a_platform_without_a_device_is_reported_in_one_message(platform, tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -241,6 +241,7 @@ def test_the_loss_of_an_imported_model_reports_metrics(meshpar):
     assert all(r["largest"] > 0 for r in records(output, "train") + records(output, "evaluation"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "weights"), [([], 16 * 32 + 32 * 64), (DROPPING, 16 * 64)], ids=["Linen", "NNX"])
 def test_the_mfu_of_an_imported_model_is_recorded(meshpar, chip, model, weights):
     """Each token is multiplied with the weights of the dense layers, once forward and twice backward."""

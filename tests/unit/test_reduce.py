@@ -108,6 +108,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optim", [AdamW(lr=1e-2), pytest.param(Muon(lr=1e-2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["data2_fsdp2_tensor2", pytest.param("data8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS.keys())
