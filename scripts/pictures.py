@@ -104,9 +104,8 @@ def bars(y: int, row: Row, most_sent: float, most_held: float, ink: str) -> Iter
 
 
 QUESTIONS = {
-    "Does a step fit/on one device?": "data parallelism/rules=[replicated]",
-    "Does it fit if the/optimizer is sharded?": "ZeRO-1/rules=[zero1]",
-    "... and parameters, with/one layer gathered?": "ZeRO-3; in groups with microbatches/rules=[fsdp], rules=[hsdp]",
+    "Does a step fit, with all/activations saved?": "ZeRO-2, or data parallelism/rules=[zero2], rules=[replicated]",
+    "... with one layer's/parameters gathered?": "ZeRO-3; in groups on slow links/rules=[fsdp], rules=[hsdp]",
     "Are a layer's matrices or/activations too large?": "and tensor parallelism in a host/rules=[fsdp,megatron_sp]",
     "Is one row too long/for a device?": "and context parallelism/rules=[fsdp,context]",
     "Do devices wait for gathers/across hosts?": "and a pipeline across hosts/rules=[pipeline,zero1,megatron_sp]",

@@ -129,9 +129,8 @@ def read_amount(key: str, text: str, unit: Callable[[str], float | None], exampl
         problems.add(key, what, f"write it as in {key.split('.')[-1]}: {example}")
         return 1.0
     if float(match[1]) == 0:
-        problems.add(
-            key, f"{text!r}: nothing is ever done at 0", f"write what it reaches, as in {example}, or leave it out"
-        )
+        never = "nothing takes no time" if unit is seconds else "nothing is ever done at 0"
+        problems.add(key, f"{text!r}: {never}", f"write what it reaches, as in {example}, or leave it out")
         return 1.0
     return float(match[1]) * factor
 

@@ -249,8 +249,10 @@ def _has_tokens(run: Run) -> bool:
 def _machine(target: str) -> Machine:
     if Path(target).suffix in (".yaml", ".yml"):
         path = Path(target)
-        is_figures = path.is_file() and re.search(r"^chip:", path.read_text(encoding="utf-8", errors="replace"), re.M)
-        return machine_file.read(path) if is_figures else measured.read(path)
+        is_measured = path.is_file() and re.search(
+            r"^device:", path.read_text(encoding="utf-8", errors="replace"), re.M
+        )
+        return measured.read(path) if is_measured else machine_file.read(path)
     if "+" in target:
         return MixedMachine.of(target)
     return StatedMachine.of(targets.parse(target))

@@ -1,8 +1,9 @@
 """Compares predictions with throughput and memory that others measured and published, row by row.
 
 What differs between a source's stack and the planner's figures (kernels, the power limit) is one factor for products
-and one for links. They are fitted to all rows of the source, or with fewer than four rows only the one for products.
-Each row is also predicted by the factors that the other rows give; a source's only row by no factor.
+and one for links. They are fitted to the rows of the source that are not held out, or with fewer than four rows only
+the one for products. Each row is also predicted by the factors that the other rows give; a source's only row by no
+factor.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ class Compared:
     """A source's rows beside predictions.
 
     Args:
-      factors: fitted to all rows.
-      without: row -> the factors of the other rows.
+      factors: fitted to all rows that are not held out.
+      without: row -> the factors of the others of them.
     """
 
     source: Source
@@ -246,8 +247,9 @@ def compare(published: Published | None = None, names: Sequence[str] = ()) -> Co
         rows = [one for row in source.rows if (one := _tried(published, source, row, failed))]
         if not rows:
             continue
-        without = {row.row.name: fitted([other for other in rows if other is not row]) for row in rows}
-        compared.append(Compared(source, rows, fitted(rows), without))
+        known = [row for row in rows if not row.row.held_out]
+        without = {row.row.name: fitted([other for other in known if other is not row]) for row in rows}
+        compared.append(Compared(source, rows, fitted(known), without))
     known = {row.row.name for one in compared for row in one.rows}
     return Comparison(compared, [one for one in published.ratios if known.issuperset(one.rows)], failed)
 

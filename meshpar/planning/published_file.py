@@ -26,6 +26,8 @@ class Row(Config):
     """Hosts x devices on each."""
     keys: tuple[str, ...]
     """The layout, as `key=value` of a config."""
+    held_out: bool = False
+    """Whether the factors are fitted without it, as it was found after they had been."""
     overlaps: bool = False
     """Whether the source communicated beside products over `tensor` where meshpar does not, in a pipeline."""
     tokens_per_s: _Real | None = None

@@ -41,7 +41,7 @@ def measured(*names: str) -> dict[str, list[str]]:
 MANUAL = [name for name, keys in compare_layouts.LAYOUTS.items() if "lowering=auto" not in keys]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MANUAL)
 def test_the_table_has_the_bytes_of_a_layout(name):
     run = load(compare_layouts.CONFIG, compare_layouts.LAYOUTS[name])

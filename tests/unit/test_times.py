@@ -125,7 +125,13 @@ def test_a_machine_file_changes_figures_of_its_data_sheet(tmp_path):
                 "launch\n    '3' has no unit",
             ],
         ),
-        ("across: {bandwidth: 0 GB/s}\n", ["across.bandwidth\n    '0 GB/s': nothing is ever done at 0"]),
+        (
+            "across: {bandwidth: 0 GB/s, latency: 0 us}\n",
+            [
+                "across.bandwidth\n    '0 GB/s': nothing is ever done at 0",
+                "across.latency\n    '0 us': nothing takes no time",
+            ],
+        ),
         (
             "products: 600 GB/s\n",
             ["products\n    '600 GB/s' is not such an amount\n    write it as in products: 650 TFLOP/s"],
@@ -143,6 +149,11 @@ def test_a_machine_file_of_an_unknown_chip_names_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match="no chip is called 'h10'\n    did you mean h100") as error:
         machine_file.read(written(tmp_path, FILE.replace("h100", "h10") + "products: 600\n"))
     assert "'600' has no unit" in str(error.value)
+
+
+def test_a_machine_file_without_its_chip_is_no_calibration(tmp_path):
+    with pytest.raises(ConfigError, match="  chip\n    required, but missing"):
+        meshpar.plan(RUN, str(written(tmp_path, FILE.replace("chip: h100\n", ""))))
 
 
 def test_a_calibration_of_a_chip_is_read_as_a_machine(tmp_path):
