@@ -103,6 +103,8 @@ def parse(text: str) -> Target:
         raise MeshError(f"--target {text}: no chip is called {match['chip']!r}; {meant} {', '.join(known)}")
     chip = next(chip for chip in CHIPS if chip.name == known[name])
     shape = tuple(int(size) for size in match["shape"].split("x"))
+    if 0 in shape:
+        raise MeshError(f"--target {text}: a machine with a size of 0 has no devices; write at least 1")
     if name not in TPUS and len(shape) > 2:
         raise MeshError(f"--target {text}: write hosts x GPUs on each, as in {name}:4x8")
     return Target(text, chip, shape, name in TPUS)

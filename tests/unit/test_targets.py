@@ -36,6 +36,7 @@ def test_a_machine_is_a_chip_and_a_shape(text, chip, shape):
 REFUSED = {
     "v5e": "--target v5e: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8",
     "v5e:4x": "--target v5e:4x: not a machine; write chip:shape, as in v5e:4x4, v5p:4x4x4 or h100:4x8",
+    "h100:0x8": "--target h100:0x8: a machine with a size of 0 has no devices; write at least 1",
     "v5f:4x4": "--target v5f:4x4: no chip is called 'v5f'; did you mean v5p? There are v4, v5e, v5p, v6e, tpu7x, "
     "a100, a100_40gb, h100, h200, b200, h100_hbm2e, h100_pcie, gb200",
     "mi300:1x8": "--target mi300:1x8: no chip is called 'mi300'; there are v4, v5e, v5p, v6e, tpu7x, "
