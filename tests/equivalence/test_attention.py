@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout", "lowering", "size"), CASES)
 def test_blocks_equal_the_reference_on_one_device(model, layout, lowering, size):
     run = prepared(model, layout, lowering, 2, fields={"attention": Blocks(block_size=size)})

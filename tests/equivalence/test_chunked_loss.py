@@ -42,7 +42,7 @@ def _reference():
         on_one_device(TIED)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "lowering", "num_microbatches"), CASES)
 def test_a_chunked_loss_is_equal_to_all_logits_on_one_device(layout, lowering, num_microbatches):
     assert difference(layout, lowering, num_microbatches) < 1e-10

@@ -276,7 +276,7 @@ def is_supported(run, model):
 ALL_RUNS = [(run, model) for run, model in product(RUNS, MOE) if is_supported(run, model)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("run", "model"), [pytest.param(*case, marks=[] if case in IN_CI else pytest.mark.slow) for case in ALL_RUNS]
 )

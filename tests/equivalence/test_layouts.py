@@ -29,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("model", "layout", "lowering", "accumulation"), CASES)
 def test_every_layout_is_equal_to_one_device(model, layout, lowering, accumulation):
     got = outcome(prepared(model, layout, lowering, accumulation))

@@ -72,6 +72,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("draft", "layout", "sampling"),
     [pytest.param(*case, marks=[] if i < 3 else pytest.mark.slow) for i, case in enumerate(CASES)],

@@ -128,7 +128,7 @@ def sampled_keys(seed: int, count: int, command, folder: Path) -> int:
 
 
 def test_a_sample_of_texts_in_keys(folder, command):
-    assert sampled_keys(0, 25, command, folder) > 2
+    assert sampled_keys(0, 15, command, folder) > 2
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def sampled_words(seed: int, count: int, command, folder: Path) -> tuple[int, in
 
 
 def test_a_sample_of_texts_in_words(folder, command):
-    slurm, k8s = sampled_words(0, 25, command, folder)
+    slurm, k8s = sampled_words(0, 15, command, folder)
     assert slurm > 8
     assert k8s > 8
 

@@ -174,7 +174,7 @@ SWEPT = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model", "layout"), [pytest.param(*case, marks=pytest.mark.slow if case in SWEPT else []) for case in CASES]
 )

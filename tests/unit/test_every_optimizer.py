@@ -103,6 +103,7 @@ def parameters(function):
         return {}
 
 
+@pytest.mark.sample(4)
 @every_optimizer
 def test_the_state_of_an_optimizer_is_initialized_sharded(name):
     start, _, _ = trained(name, MESH)

@@ -120,6 +120,7 @@ assert not hasattr(checkpoint, "__getattr__")
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_grain_is_imported_without_orbax_whose_handler_other_programs_can_use(use):
     subprocess.run([sys.executable, "-c", "\n".join([GRAIN, use, REGISTERED])], check=True, timeout=300)

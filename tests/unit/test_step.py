@@ -159,7 +159,7 @@ def test_the_evaluation_is_the_loss_of_the_step():
     assert float(sums["loss"]) / int(sums["tokens"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_computes_on_shards_what_it_computes_on_one_device(name):
