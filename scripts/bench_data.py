@@ -145,7 +145,7 @@ def memory(folder: Path, tokens: int) -> None:
             side: manifest.Side(documents=one.num_documents, tokens=one.num_tokens) for side, one in sides.items()
         }
         crc32 = {name: crc for one in sides.values() for name, crc in one.crc32.items()}
-        shards.append(manifest.Shard(**numbers, crc32=crc32, shares=[]))
+        shards.append(manifest.ShardNumbers(**numbers, crc32=crc32, shares=[]))
     ids = Ids(vocab_size=50_257, bos=50_256)
     about = manifest.StoredTokenizer(kind="ids", vocab_size=ids.vocab_size, bos=ids.bos, eos=None)
     found = manifest.Manifest(version=manifest.VERSION, dtype="uint16", tokenizer=about, held_out_fraction=0.05,

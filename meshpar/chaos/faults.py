@@ -82,7 +82,7 @@ DEADLY = ("kill", "stop", "corrupt")
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedFault:
     """A planned fault: its kind, the step from which it is due, and a number that selects the process."""
 
     kind: str
@@ -90,13 +90,13 @@ class Planned:
     process: int
 
 
-def plan(kinds: Sequence[str], num_steps: int, seed: int) -> list[Planned]:
+def plan(kinds: Sequence[str], num_steps: int, seed: int) -> list[PlannedFault]:
     """A fault of each kind, in random order, each in another part of the run; the parts are equal."""
     draw = random.Random(seed)
     order = draw.sample(kinds, len(kinds))
     part = num_steps / (len(kinds) + 1)
     at = [round(part * (i + draw.uniform(0.25, 0.95))) for i in range(len(kinds))]
-    return [Planned(kind, step, draw.randrange(2**16)) for kind, step in zip(order, at, strict=True)]
+    return [PlannedFault(kind, step, draw.randrange(2**16)) for kind, step in zip(order, at, strict=True)]
 
 
 @dataclass
@@ -109,9 +109,9 @@ class Injector:
     """
 
     run_dir: Path
-    left: list[Planned]
+    left: list[PlannedFault]
     draw: random.Random
-    injected: list[tuple[Planned, float]] = field(default_factory=list)
+    injected: list[tuple[PlannedFault, float]] = field(default_factory=list)
 
     def __call__(self, workers: Sequence[Worker]) -> bool:
         positions = [worker.position for worker in workers]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.chaos.faults import DEADLY, Injector, Planned
+from meshpar.chaos.faults import DEADLY, Injector, PlannedFault
 from meshpar.chaos.worker import seen
 from meshpar.checkpoint.memory import last_step
 from meshpar.checkpoint.saved import find
@@ -70,7 +70,7 @@ class Result:
     run_dir: Path
     seconds: float
     ended: Ended
-    faults: Sequence[Planned] = ()
+    faults: Sequence[PlannedFault] = ()
     end_s: Sequence[float] = ()
 
     def losses(self) -> dict[int, float]:
@@ -97,7 +97,7 @@ def undisturbed(setup: Setup) -> Result:
     return Result(run_dir, time.monotonic() - began, ended)
 
 
-def disturbed(setup: Setup, faults: Sequence[Planned], seed: int) -> Result:
+def disturbed(setup: Setup, faults: Sequence[PlannedFault], seed: int) -> Result:
     """Runs the training under faults. After a signal to a process of it, it starts again, as under a scheduler.
 
     Raises:
@@ -137,7 +137,7 @@ def _check_signals(ended: Ended) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The comparison of the disturbed with the undisturbed run.
 
     Args:
@@ -173,8 +173,8 @@ class Comparison:
         }
 
 
-def compare(expected: Result, found: Result, num_planned: int) -> Comparison:
-    comparison = Comparison(expected, found)
+def compare(expected: Result, found: Result, num_planned: int) -> RunComparison:
+    comparison = RunComparison(expected, found)
     for result in (expected, found):
         if result.ended.code:
             return replace(comparison, differences=[f"{result.run_dir.name} failed: {result.ended.why}"])

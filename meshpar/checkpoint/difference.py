@@ -15,7 +15,7 @@ BLOCK = 2**20
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedArray:
     """An array that differs between two checkpoints.
 
     Args:
@@ -47,7 +47,7 @@ class Difference:
     folders: tuple[str, str]
     steps: tuple[int, int]
     config: dict[str, list[Any]]
-    arrays: list[Change]
+    arrays: list[ChangedArray]
     num_same: int
 
     def as_json(self) -> dict[str, Any]:
@@ -79,14 +79,14 @@ def difference(before: Checkpoint, after: Checkpoint) -> Difference:
     )
 
 
-def _change(before: Checkpoint, after: Checkpoint, path: str) -> Change | None:
+def _change(before: Checkpoint, after: Checkpoint, path: str) -> ChangedArray | None:
     old = before.described.get(path)
     new = after.described.get(path)
     shapes = [saved.meta["arrays"].get(path, {}).get("shape") for saved in (before, after)]
     if old is None or new is None or shapes[0] != shapes[1]:
-        return Change(path, old, new)
+        return ChangedArray(path, old, new)
     found = _compare(before.on_host(path), after.on_host(path))
-    return Change(path, old, new, *found) if found[0] or old != new else None
+    return ChangedArray(path, old, new, *found) if found[0] or old != new else None
 
 
 def _compare(before: np.ndarray, after: np.ndarray) -> tuple[int, float, float]:

@@ -27,7 +27,7 @@ class _Part(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow", strict=True)
 
 
-class Array(_Part):
+class SavedArray(_Part):
     dtype: str
     shape: list[Count]
     dims: list[str] | None
@@ -42,7 +42,7 @@ class Array(_Part):
         return name
 
 
-class Order(_Part):
+class SavedOrder(_Part):
     first: int
     since: Count
     pieces: Annotated[int, pydantic.Field(gt=0)]
@@ -53,7 +53,7 @@ class Data(_Part):
     next_batch: Count
     rows_read: Count | None
     seed: int | None
-    order: Order | None = None
+    order: SavedOrder | None = None
 
 
 class Random(_Part):
@@ -73,7 +73,7 @@ class Meta(_Part):
     step: Count
     saved: str
     config: dict[str, Any]
-    arrays: dict[str, Array]
+    arrays: dict[str, SavedArray]
     data: Data
     random: Random
     metric: Metric

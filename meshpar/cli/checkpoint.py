@@ -11,7 +11,7 @@ import typer
 from meshpar.cli.app import AsJson, Verbs, app, echo_either
 
 if TYPE_CHECKING:
-    from meshpar.checkpoint.difference import Change, Difference
+    from meshpar.checkpoint.difference import ChangedArray, Difference
     from meshpar.checkpoint.saved import Checkpoint
 
 verbs = Verbs(no_args_is_help=True)
@@ -171,7 +171,7 @@ def _compared(found: Difference) -> str:
     return "\n".join(lines)
 
 
-def _change(change: Change) -> list[str]:
+def _change(change: ChangedArray) -> list[str]:
     sides = [side or "missing" for side in (change.before, change.after)]
     what = [change.path, " -> ".join(dict.fromkeys(sides))]
     if change.largest is None:

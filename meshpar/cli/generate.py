@@ -12,7 +12,7 @@ from meshpar.cli.app import AsJson, Devices, NoCache, Overrides, app, echo, is_f
 from meshpar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from meshpar.serve.answer import Piece
+    from meshpar.serve.answer import AnswerPiece
 
 Draft = Annotated[Path | None, typer.Option(metavar="RUN", help="A smaller model that drafts tokens.")]
 Ngrams = Annotated[
@@ -78,7 +78,7 @@ class Terminal:
         self.waiting = list(prompts)
         self.finished = [False] * len(prompts)
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: AnswerPiece) -> None:
         self.waiting[piece.row] += piece.text
         self.finished[piece.row] = piece.finish is not None
         while self.row < len(self.waiting):

@@ -19,7 +19,7 @@ LOGS = Path("logs")
 """The folder for the logs of processes without a run directory."""
 
 
-class Program(NamedTuple):
+class VerbCall(NamedTuple):
     """A verb with its arguments.
 
     Args:
@@ -40,7 +40,7 @@ class Program(NamedTuple):
         return self.run_dir / LOGS if self.run_dir else LOGS
 
 
-def parse(command: Sequence[str]) -> Program:
+def parse(command: Sequence[str]) -> VerbCall:
     """Checks a command line of `meshpar`, and its config, before any process starts.
 
     Raises:
@@ -58,36 +58,36 @@ def parse(command: Sequence[str]) -> Program:
     return _PROGRAMS[verb](parser.make_context(verb, arguments).params)
 
 
-def _train(words: dict[str, Any]) -> Program:
+def _train(words: dict[str, Any]) -> VerbCall:
     from meshpar.experiment.config import load
 
     run = load(words["config"], words["overrides"] or [])
-    return Program(TRAIN, words["devices"] or run.mesh.requested(), run)
+    return VerbCall(TRAIN, words["devices"] or run.mesh.requested(), run)
 
 
-def _inspect(words: dict[str, Any]) -> Program:
+def _inspect(words: dict[str, Any]) -> VerbCall:
     return _train(words)._replace(verb="inspect", run=None)
 
 
-def _generate(words: dict[str, Any]) -> Program:
+def _generate(words: dict[str, Any]) -> VerbCall:
     from meshpar.serve.source import open_source
 
     run = open_source(words["source"], words["overrides"] or []).run
-    return Program("generate", words["devices"] or run.mesh.requested())
+    return VerbCall("generate", words["devices"] or run.mesh.requested())
 
 
-def _verify(words: dict[str, Any]) -> Program:
+def _verify(words: dict[str, Any]) -> VerbCall:
     from meshpar.experiment.config import load
     from meshpar.verification.shrink import shrink
 
-    return Program(VERIFY, shrink(load(words["config"], words["overrides"] or [])).mesh.requested())
+    return VerbCall(VERIFY, shrink(load(words["config"], words["overrides"] or [])).mesh.requested())
 
 
-def _bench(words: dict[str, Any]) -> Program:
-    return Program("bench", words["devices"])
+def _bench(words: dict[str, Any]) -> VerbCall:
+    return VerbCall("bench", words["devices"])
 
 
-_PROGRAMS: dict[str, Callable[[dict[str, Any]], Program]] = {
+_PROGRAMS: dict[str, Callable[[dict[str, Any]], VerbCall]] = {
     TRAIN: _train,
     "generate": _generate,
     VERIFY: _verify,

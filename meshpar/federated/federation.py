@@ -16,7 +16,7 @@ from meshpar.federated.cohort import Cohort, Draw
 from meshpar.federated.config import Federated
 from meshpar.federated.data import Examples
 from meshpar.federated.model import Model
-from meshpar.federated.round import AXES, Group, Results, Round, Server
+from meshpar.federated.round import AXES, ClientGroup, Results, Round, Server
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.train.program import WHOLE, Program, compile_program, shardings, trace
@@ -155,11 +155,11 @@ class Federation:
         return Server(params, self.config.method.init_server(params))
 
 
-def _group(cohort: Cohort, states: Tree) -> Group:
+def _group(cohort: Cohort, states: Tree) -> ClientGroup:
     """The arrays of a cohort, with the states of its clients, selected from those of all clients."""
     place = np.arange(len(cohort.clients), dtype=np.int32)
     arrays: Any = place, cohort.x, cohort.y, cohort.order, cohort.weight
-    return Group._make([*arrays, jax.tree.map(lambda x: x[cohort.clients], states)])
+    return ClientGroup._make([*arrays, jax.tree.map(lambda x: x[cohort.clients], states)])
 
 
 def _structs(tree: Tree, sharding: NamedSharding) -> Tree:

@@ -38,7 +38,7 @@ class Server(NamedTuple):
     state: Tree
 
 
-class Group(NamedTuple):
+class ClientGroup(NamedTuple):
     """The clients of a round, on the devices; see `cohort.Cohort`.
 
     Args:
@@ -121,7 +121,7 @@ class Round:
         return math.ceil(self.per_round / self.mesh.size / self._num_groups)
 
     @property
-    def program(self) -> Callable[[Server, Group, jax.Array], tuple[Server, Results]]:
+    def program(self) -> Callable[[Server, ClientGroup, jax.Array], tuple[Server, Results]]:
         """A function of global arrays: (server, clients, the round's key) -> the next server, and results by client.
 
         Communication: an all-reduce of the parameters; twice with SCAFFOLD, or under a secure sum.
@@ -131,13 +131,13 @@ class Round:
         clients = PartitionSpec(AXES)
         return on_shards(self._local, ctx, (WHOLE, clients, WHOLE), (WHOLE, clients))
 
-    def _local(self, server: Server, clients: Group, key: jax.Array) -> tuple[Server, Results]:
+    def _local(self, server: Server, clients: ClientGroup, key: jax.Array) -> tuple[Server, Results]:
         of_masks, of_noise = jax.random.split(key)
         shape = self._num_groups, self._group_size
         groups = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), clients)
         own = jax.tree.map(lambda x: varying(x, AXES), server)
 
-        def add(sums: Sums, group: Group) -> tuple[Sums, Results]:
+        def add(sums: Sums, group: ClientGroup) -> tuple[Sums, Results]:
             parts, results = jax.vmap(lambda client: self._client(own, client, of_masks))(group)
             return jax.tree.map(lambda total, x: total + x.sum(0, dtype=x.dtype), sums, parts), results
 
@@ -149,7 +149,7 @@ class Round:
         results = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
         return self._updated(server, sums, of_noise), results
 
-    def _client(self, server: Server, client: Group, key: jax.Array) -> tuple[Sums, Results]:
+    def _client(self, server: Server, client: ClientGroup, key: jax.Array) -> tuple[Sums, Results]:
         """The terms of one client in the sums, and its results. A client that sends nothing computes them too."""
         update, num_steps, loss = self._train(server, client)
         steps = LocalSteps(update, num_steps, self.lr)
@@ -172,7 +172,7 @@ class Round:
             unmask = jax.tree.map(lambda m: jnp.where(is_dropped, m, 0), own)
         return Sums(message, unmask, changes), Results(loss, norm, clipped, beyond, state)
 
-    def _train(self, server: Server, client: Group) -> tuple[Tree, jax.Array, jax.Array]:
+    def _train(self, server: Server, client: ClientGroup) -> tuple[Tree, jax.Array, jax.Array]:
         """The update of a client, the number of its steps, and the mean of their losses."""
 
         def mean_loss(params: Tree, order: jax.Array) -> jax.Array:

@@ -19,10 +19,10 @@ _Key = tuple[str, str, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True)
-class Change(Generic[Figure]):
+class FigureChange(Generic[Figure]):
     """A figure of two programs, before and after a change.
 
-    >>> print(Change(800, 600).by)
+    >>> print(FigureChange(800, 600).by)
     -200 (-25.0%)
     """
 
@@ -63,8 +63,8 @@ class CollectiveChange:
     axes: str
     what: tuple[str, ...]
     in_branch: bool
-    times: Change[float]
-    sent_bytes: Change[int]
+    times: FigureChange[float]
+    sent_bytes: FigureChange[int]
 
     @property
     def verdict(self) -> str:
@@ -88,13 +88,13 @@ class Difference:
       total: bytes held.
     """
 
-    mesh: Change[dict[str, int]]
-    sent_bytes: Change[int]
-    per_axis: Mapping[str, Change[int]]
+    mesh: FigureChange[dict[str, int]]
+    sent_bytes: FigureChange[int]
+    per_axis: Mapping[str, FigureChange[int]]
     collectives: tuple[CollectiveChange, ...]
-    flops: Change[int]
-    memory: Mapping[str, Change[int]]
-    total: Change[int]
+    flops: FigureChange[int]
+    memory: Mapping[str, FigureChange[int]]
+    total: FigureChange[int]
 
     def __bool__(self) -> bool:
         """Whether the programs differ."""
@@ -131,13 +131,13 @@ def difference(before: Mapping[str, Any] | PlainInspection, after: Mapping[str, 
     """Compares two programs by the plain data of their inspections, as `as_json()` returns it."""
     a, b = plain(before), plain(after)
     return Difference(
-        mesh=Change(_sizes(a.mesh), _sizes(b.mesh)),
-        sent_bytes=Change(a.sent_bytes, b.sent_bytes),
+        mesh=FigureChange(_sizes(a.mesh), _sizes(b.mesh)),
+        sent_bytes=FigureChange(a.sent_bytes, b.sent_bytes),
         per_axis=_changes(a.sent_bytes_per_axis, b.sent_bytes_per_axis),
         collectives=_collective_changes(a, b),
-        flops=Change(a.flops, b.flops),
+        flops=FigureChange(a.flops, b.flops),
         memory=_changes(_kinds(a.memory), _kinds(b.memory)),
-        total=Change(a.memory.total, b.memory.total),
+        total=FigureChange(a.memory.total, b.memory.total),
     )
 
 
@@ -154,13 +154,13 @@ def _collective_changes(before: PlainInspection, after: PlainInspection) -> tupl
     made = []
     for key in times:
         before_bytes, after_bytes = map(round, sent_bytes[key])
-        made.append(CollectiveChange(*key, Change(*times[key]), Change(before_bytes, after_bytes)))
+        made.append(CollectiveChange(*key, FigureChange(*times[key]), FigureChange(before_bytes, after_bytes)))
     changed = [one for one in made if one.times or one.sent_bytes]
     return tuple(sorted(changed, key=lambda one: max(one.sent_bytes.before, one.sent_bytes.after), reverse=True))
 
 
-def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, Change[int]]:
-    return {name: Change(before.get(name, 0), after.get(name, 0)) for name in dict.fromkeys([*before, *after])}
+def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, FigureChange[int]]:
+    return {name: FigureChange(before.get(name, 0), after.get(name, 0)) for name in dict.fromkeys([*before, *after])}
 
 
 def _kinds(memory: Memory) -> dict[str, int]:
@@ -175,7 +175,7 @@ def _sizes(mesh: Mapping[str, int]) -> dict[str, int]:
 # As text ---------------------------------------------------------------------------------------------------------
 
 
-def _numbers(head: str, changes: Mapping[str, Change[int]]) -> str:
+def _numbers(head: str, changes: Mapping[str, FigureChange[int]]) -> str:
     rows = [[name, f"{one.before:,}", f"{one.after:,}", one.by] for name, one in changes.items()]
     return table([head, "before", "after", "change"], rows)
 

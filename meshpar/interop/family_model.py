@@ -20,7 +20,7 @@ from meshpar.interop.family_config import family_of, options_of
 from meshpar.interop.family_tensors import expected, module_of, places_of, shapes_in, shapes_of, split, written
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import read_json
-from meshpar.interop.huggingface import CONFIG, Part, Pretrained, compare, tensors_of, with_prefix
+from meshpar.interop.huggingface import CONFIG, Pretrained, TensorPart, compare, tensors_of, with_prefix
 from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract, Unsupported, Vocabulary
 from meshpar.models.families.family import Family
@@ -145,18 +145,18 @@ class FamilyPretrained(Pretrained):
         }
 
     @cached_property
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, TensorPart]:
         shapes = shapes_of(self.model.options)
-        found: dict[str, Part] = {}
+        found: dict[str, TensorPart] = {}
         for place in places_of(self.model.options, self.model.family):
             begin = 0
             inner = shapes_in(place, shapes)
             for path in place.foreign.parts:
-                found[path + VALUE] = Part(place.name, place.foreign, inner[path], begin)
+                found[path + VALUE] = TensorPart(place.name, place.foreign, inner[path], begin)
                 begin += int(np.prod(inner[path][place.foreign.inputs :]))
         return found
 
-    def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
+    def _shard(self, part: TensorPart, index: list[slice], dtype: np.dtype) -> np.ndarray:
         if EXPERT not in part.name:
             return self._block(part, part.name, index).astype(dtype)
         names = [part.name.replace(EXPERT, str(i)) for i in range(index[0].start, index[0].stop)]

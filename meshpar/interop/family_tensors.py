@@ -29,7 +29,7 @@ STACKED = f"[{EXPERT}]"
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor of a folder, of one layer.
 
     Args:
@@ -66,25 +66,25 @@ def shapes_of(options: Options) -> Mapping[str, Shape]:
     return {path.removesuffix(".value"): struct.shape for path, struct in flatten_with_paths(state).items()}
 
 
-def places_of(options: Options, family: Family | EncoderFamily) -> list[Place]:
+def places_of(options: Options, family: Family | EncoderFamily) -> list[TensorPlace]:
     """The tensors of a model, in the order of its layers."""
     shapes = shapes_of(options)
-    found: list[Place] = []
+    found: list[TensorPlace] = []
     for name, foreign in family.names_of(options).items():  # pyright: ignore[reportArgumentType]
         for layer in range(len(options.layers)) if LAYER in name else (0,):
             parts = tuple(path.replace(LAYER, str(layer)) for path in foreign.parts)
             if parts[0] in shapes:
                 count = shapes[parts[0]][0] if EXPERT in name else None
-                found.append(Place(name.replace(LAYER, str(layer)), replace(foreign, parts=parts), count))
+                found.append(TensorPlace(name.replace(LAYER, str(layer)), replace(foreign, parts=parts), count))
     return found
 
 
-def shapes_in(place: Place, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def shapes_in(place: TensorPlace, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shapes of the parameters of a tensor, without the dim that `#` counts."""
     return {part: shapes[part][0 if place.count is None else 1 :] for part in place.foreign.parts}
 
 
-def split(tensors: Mapping[str, Tensor], places: list[Place]) -> dict[str, Tensor]:
+def split(tensors: Mapping[str, Tensor], places: list[TensorPlace]) -> dict[str, Tensor]:
     """The tensors with one for each index of a stacked one, and with vectors of one dim, as `Foreign` knows them."""
     found = dict(tensors)
     for place in places:
@@ -104,7 +104,7 @@ def _parts(base: str, whole: Tensor) -> dict[str, Tensor]:
     return {f"{base}[{i}]": replace(whole, shape=(*rest,), begin=whole.begin + i * size) for i in range(num)}
 
 
-def expected(options: Options, places: list[Place]) -> dict[str, Shape]:
+def expected(options: Options, places: list[TensorPlace]) -> dict[str, Shape]:
     """Name -> shape of each tensor, as `split` gives them."""
     shapes = shapes_of(options)
     return {

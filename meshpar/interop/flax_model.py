@@ -23,7 +23,7 @@ from meshpar.interop.declared import changing, lazily, unboxed
 from meshpar.interop.kinds import kinds_of
 from meshpar.interop.losses import on_batch, takes, with_loss_sums
 from meshpar.interop.module import functions
-from meshpar.interop.named_loss import Call
+from meshpar.interop.named_loss import ModelCall
 from meshpar.interop.specs import Init, arrays_of, check_axes, specs_of, with_axes
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
@@ -325,7 +325,7 @@ def _of_module(model: Import, loss: Callable[..., Any], arrays: Mapping[str, Arr
 def _of_named(model: Import, loss: NamedLoss, arrays: Mapping[str, ArraySpec]) -> _Functions:
     """The functions of a loss by name."""
     module = model.module()
-    call = Call.of(module, model.target, model.inputs)
+    call = ModelCall.of(module, model.target, model.inputs)
     example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
     found = functions(module, call.trained(loss), call.evaluated(loss), example)
 

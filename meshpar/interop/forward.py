@@ -14,7 +14,7 @@ from meshpar.interop import user_code
 from meshpar.interop.declared import lazily, unboxed
 from meshpar.interop.flax_model import Import, one_row
 from meshpar.interop.module import functions
-from meshpar.interop.named_loss import Call
+from meshpar.interop.named_loss import ModelCall
 from meshpar.interop.specs import Init
 from meshpar.models.contract import Task
 from meshpar.sharding.spec import ArraySpec
@@ -62,7 +62,7 @@ def _of_rows(model: Import, task: Task, arrays: Mapping[str, ArraySpec]) -> Forw
     """By the names of the call: a loss by name calls the model so, and most losses of users."""
     labels = task.named.labels if task.named else ()
     module = model.module()
-    call = Call.of(module, model.target, model.inputs)
+    call = ModelCall.of(module, model.target, model.inputs)
     try:
         given = call.inputs(one_row(arrays), labels)
     except ConfigError as error:

@@ -49,7 +49,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The place of one of our parameters in the tensors of a folder.
 
     Args:
@@ -113,7 +113,7 @@ class Pretrained:
 
         return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
 
-    def _shard(self, part: Part, index: list[slice], dtype: np.dtype) -> np.ndarray:
+    def _shard(self, part: TensorPart, index: list[slice], dtype: np.dtype) -> np.ndarray:
         """A shard of a parameter, with zeros in its padding."""
         shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
         numbers = [numbers[index.pop(0)] for _, numbers in _numbers(part.name, part.foreign, self.model)]
@@ -127,7 +127,7 @@ class Pretrained:
             shard[place][(..., *into)] = self._block(part, name, stored)
         return shard
 
-    def _block(self, part: Part, name: str, index: list[slice]) -> np.ndarray:
+    def _block(self, part: TensorPart, name: str, index: list[slice]) -> np.ndarray:
         """A slice of one layer's parameter, in the dtype of the file."""
         num = part.foreign.inputs
         inputs, sizes_in = _flat(index[:num], part.shape[:num])
@@ -212,15 +212,15 @@ class Pretrained:
         return list(self._parts)
 
     @cached_property
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, TensorPart]:
         shapes = layer_shapes(self.model)
-        found: dict[str, Part] = {}
+        found: dict[str, TensorPart] = {}
         for name, foreign in names_of(self.model, self.config["model_type"]):
             begin = 0
             for path in foreign.parts:
                 mlp = "blocks.mlp."
                 in_run = path.replace(mlp, f"{mlp}experts.") if self.is_upcycled else path
-                found[in_run] = Part(name, foreign, shapes[path], begin)
+                found[in_run] = TensorPart(name, foreign, shapes[path], begin)
                 begin += math.prod(shapes[path][foreign.inputs :])
         return found
 

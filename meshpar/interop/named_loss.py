@@ -25,7 +25,7 @@ IF_TRAINING = {
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """How a loss by name calls a model.
 
     Args:
@@ -47,7 +47,7 @@ class Call:
     takes_keys: bool = False
 
     @classmethod
-    def of(cls, module: Any, target: str, given: Mapping[str, str]) -> Call:
+    def of(cls, module: Any, target: str, given: Mapping[str, str]) -> ModelCall:
         """How a Linen module is called, or the NNX module that a function with an argument `rngs` returns."""
         with nnx.use_eager_sharding(False):
             made = module if isinstance(module, nn.Module) else nnx.eval_shape(lambda: module(rngs=nnx.Rngs(0)))

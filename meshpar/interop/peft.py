@@ -41,7 +41,7 @@ _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
-class Update:
+class MatrixUpdate:
     """What an adapter adds to a matrix [out, in]: `scale * b @ a`.
 
     Args:
@@ -69,7 +69,7 @@ class AdaptedTensor(Tensor):
     Numerics: added in float32 at least, then rounded to the dtype of the tensor.
     """
 
-    update: Update
+    update: MatrixUpdate
     is_transposed: bool
 
     def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
@@ -141,7 +141,7 @@ def adapted(folder: Path, tensors: Mapping[str, Tensor], prefix: str, transposed
     return result
 
 
-def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Update]:
+def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, MatrixUpdate]:
     """The updates of an adapter, by the names of the model's tensors.
 
     Args:
@@ -158,7 +158,7 @@ def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) 
     found = _matrices(folder, problems)
     problems.raise_any(CheckpointError, f"the adapter {folder} cannot be read:")
     _check_config(config, f"{folder / ADAPTER_CONFIG}", problems)
-    result: dict[str, Update] = {}
+    result: dict[str, MatrixUpdate] = {}
     modules = sorted({name.rpartition(".lora_")[0] for name in found})
     uses_dora = bool(config.get("use_dora"))
     for module in modules:
@@ -217,7 +217,7 @@ def _check_config(config: Mapping[str, Any], where: str, problems: Problems) -> 
 
 def _fitting(
     module: str, size: tuple[int, ...], a: Tensor, b: Tensor, config: Mapping[str, Any], problems: Problems
-) -> Update | None:
+) -> MatrixUpdate | None:
     """The update, if its matrices fit a matrix of this shape, (out, in)."""
     rank = _pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
@@ -230,10 +230,10 @@ def _fitting(
         return None
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     left, right = (one.read().astype(np.float32) for one in (a, b))
-    return Update(left, right, scale)
+    return MatrixUpdate(left, right, scale)
 
 
-def _with_magnitudes(module: str, update: Update, of_dora: Sequence[Tensor], problems: Problems) -> Update:
+def _with_magnitudes(module: str, update: MatrixUpdate, of_dora: Sequence[Tensor], problems: Problems) -> MatrixUpdate:
     for one in of_dora:
         if one.shape != (len(update.b),):
             what = f"lora_magnitude_vector{list(one.shape)} does not fit lora_B{list(update.b.shape)}"

@@ -14,7 +14,7 @@ import numpy as np
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop.export import config_of
 from meshpar.interop.huggingface import layer_shapes, names_of, numbered
-from meshpar.interop.peft import Update, updates_in
+from meshpar.interop.peft import MatrixUpdate, updates_in
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import Foreign, Shape
 from meshpar.nn.lora import MAGNITUDE, NAME, LoRA
@@ -154,7 +154,7 @@ def _size(foreign: Foreign, shapes: dict[str, Shape]) -> Shape:
     return shape if foreign.outputs_first or not foreign.inputs else shape[::-1]
 
 
-def _parts(update: Update, foreign: Foreign, shapes: dict[str, Shape]) -> dict[str, LayerUpdate]:
+def _parts(update: MatrixUpdate, foreign: Foreign, shapes: dict[str, Shape]) -> dict[str, LayerUpdate]:
     """The updates of the projections that Hugging Face stores as one matrix, by path of the kernel."""
     found: dict[str, LayerUpdate] = {}
     begin = 0

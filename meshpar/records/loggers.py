@@ -51,19 +51,19 @@ class TensorBoard(_Logger):
     @contextmanager
     def open(self, run_dir: Path) -> Iterator[Sink]:
         with ExitStack() as stack:
-            events: Events | None = None
+            events: EventsFile | None = None
 
             def write(record: Record) -> None:
                 nonlocal events
                 if record["kind"] == "run":
-                    events = stack.enter_context(closing(Events(run_dir / "tensorboard", record["step"])))
+                    events = stack.enter_context(closing(EventsFile(run_dir / "tensorboard", record["step"])))
                 if events and (values := numbers(record)):
                     events.write(values, record["step"])
 
             yield write
 
 
-class Events:
+class EventsFile:
     """A file of TensorBoard events, written in the caller's thread, so that errors of the disk reach the caller.
 
     Args:

@@ -11,7 +11,7 @@ MOST_BIASED = 300
 """The most tokens with a bias, as in OpenAI's API."""
 
 
-class Change(NamedTuple):
+class LogitChange(NamedTuple):
     """Of a token's logit: a positive one is divided by `factor`, a negative one multiplied; then `added` is added."""
 
     factor: float
@@ -33,9 +33,9 @@ class Adjustment:
     Keskar et al. 2019, https://arxiv.org/abs/1909.05858, and for negative logits transformers.
 
     >>> Adjustment(bias={7: 2.0}, presence=0.5, frequency=0.25).of([4], [7, 7])
-    {7: Change(factor=1.0, added=1.0)}
+    {7: LogitChange(factor=1.0, added=1.0)}
     >>> Adjustment(repetition=1.5).of([4], [])
-    {4: Change(factor=1.5, added=0.0)}
+    {4: LogitChange(factor=1.5, added=0.0)}
     """
 
     bias: Mapping[int, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Adjustment:
         """Whether it depends on the answer."""
         return bool(self.presence or self.frequency or self.repetition != 1)
 
-    def of(self, prompt: Sequence[int], answer: Sequence[int]) -> dict[int, Change]:
+    def of(self, prompt: Sequence[int], answer: Sequence[int]) -> dict[int, LogitChange]:
         """Token -> the change of its logit after the tokens of a prompt, and of its answer so far."""
         added = dict(self.bias)
         if self.presence or self.frequency:
@@ -56,7 +56,9 @@ class Adjustment:
                 added[token] = added.get(token, 0.0) - self.presence - self.frequency * count
         repeated = {*prompt, *answer} if self.repetition != 1 else set()
         factor = lambda token: self.repetition if token in repeated else 1.0
-        return {token: Change(factor(token), added.get(token, 0.0)) for token in {**added, **dict.fromkeys(repeated)}}
+        return {
+            token: LogitChange(factor(token), added.get(token, 0.0)) for token in {**added, **dict.fromkeys(repeated)}
+        }
 
 
 NOTHING = Adjustment()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
-from meshpar.serve.scores import Score
+from meshpar.serve.scores import TokenScore
 
 Finish = Literal["stop", "end", "length"]
 """Why an answer ended: at a stop string, at an end id, or at `max_tokens`."""
@@ -15,7 +15,7 @@ CONTEXT = 16
 """Tokens of a prompt that are decoded with the first ones of its answer: some decoders drop a text's first space."""
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """The next piece of an answer.
 
     Args:
@@ -60,8 +60,8 @@ class Answer:
         prompt: Sequence[int] = (), kept: Collection[int] = (),
     ):  # fmt: skip
         self.tokens: list[int] = []
-        self.scores: list[Score] = []
-        self.prompt_scores: list[Score] = []
+        self.scores: list[TokenScore] = []
+        self.prompt_scores: list[TokenScore] = []
         self.text = ""
         self.finish: Finish | None = None
         self._decode: Callable[[Iterable[int]], str] = tokenizer.decode

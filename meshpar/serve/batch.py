@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from meshpar.serve.answer import Answer, Piece
+from meshpar.serve.answer import Answer, AnswerPiece
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.scheduler import Computed, Plan, Request, Scheduler
+from meshpar.serve.scheduler import Computed, Request, Scheduler, TurnPlan
 
 
-class Computes(Protocol):
+class BatchEngine(Protocol):
     """An `Engine`, or an `OwnEngine`."""
 
     decoding: Any
 
-    def run(self, plan: Plan) -> Computed:
+    def run(self, plan: TurnPlan) -> Computed:
         """Computes a turn."""
         ...
 
@@ -44,7 +44,7 @@ class Batch:
         """The fraction of drafts that were accepted."""
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
 
-    def stream(self, engine: Computes, requests: Sequence[Request]) -> Iterator[Piece]:
+    def stream(self, engine: BatchEngine, requests: Sequence[Request]) -> Iterator[AnswerPiece]:
         """Answers requests, all of which the engine has room for; yields a piece for each token.
 
         A turn may add tokens to an answer that ends before them: they are left out.
@@ -64,7 +64,7 @@ class Batch:
                 row = rows[id(one.request)]
                 answer = self.answers[row]
                 if answer.finish is None:
-                    yield Piece(row, answer.add(one.token), answer.finish)
+                    yield AnswerPiece(row, answer.add(one.token), answer.finish)
                 if answer.finish is not None:
                     scheduler.end(one.request)
 

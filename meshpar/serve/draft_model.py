@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshpar.serve.paged_decoding import PagedDecoding, Pages, Rows, Turn
+from meshpar.serve.paged_decoding import PagedDecoding, Pages, RowArrays, Turn
 from meshpar.serve.paged_model import PagedModel
 from meshpar.serve.scheduler import Row
 from meshpar.train.program import on_host
@@ -42,7 +42,7 @@ class DraftModel(PagedModel):
         found = on_host(drafts).tolist()
         return [draft[: row.num_missing - 1] if row else [] for row, draft in zip(rows, found, strict=True)]
 
-    def check(self, compiled: Callable[..., Any], params: Any, turn: Turn, rows: Rows, pages: Pages) -> Any:
+    def check(self, compiled: Callable[..., Any], params: Any, turn: Turn, rows: RowArrays, pages: Pages) -> Any:
         """Runs `compile_round` of the larger model. Returns its tokens, the accepted drafts, the turn and its pages."""
         tokens, num_accepted, turn, pages, self._pages = compiled(params, self._params, turn, rows, pages, self._pages)
         return tokens, num_accepted, turn, pages

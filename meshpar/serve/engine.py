@@ -11,10 +11,10 @@ import numpy as np
 from meshpar.mesh.layout import describe_sizes
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import Drafter, accepted
-from meshpar.serve.paged_decoding import PagedDecoding, Rows, Turn
+from meshpar.serve.paged_decoding import PagedDecoding, RowArrays, Turn
 from meshpar.serve.paged_model import PagedModel
-from meshpar.serve.scheduler import Chunk, Computed, Plan, Row
-from meshpar.serve.scores import Score, Scores
+from meshpar.serve.scheduler import Chunk, Computed, Row, TurnPlan
+from meshpar.serve.scores import TokenScore, TokenScores
 from meshpar.train.program import on_host
 from meshpar.tree import human_bytes
 
@@ -39,9 +39,9 @@ class Engine(PagedModel):
         super().__init__(decoding, restore)
         self.drafter = drafter
         self._decoded: tuple[Row | None, ...] = ()
-        self._rows: Rows | None = None
+        self._rows: RowArrays | None = None
         self._turn: Turn | None = None
-        self._ahead: tuple[Turn, Scores | None] | None = None
+        self._ahead: tuple[Turn, TokenScores | None] | None = None
 
     def __str__(self) -> str:
         """What is served, in one line."""
@@ -63,7 +63,7 @@ class Engine(PagedModel):
         self._params = params
         self._decoded, self._rows, self._turn, self._ahead = (), None, None, None
 
-    def run(self, plan: Plan) -> Computed:
+    def run(self, plan: TurnPlan) -> Computed:
         """Computes a turn.
 
         A server calls it in a thread. It reads the plan only, which nothing else changes meanwhile.
@@ -85,13 +85,13 @@ class Engine(PagedModel):
         following, of_rows = self._run_verify(plan.rows, drafts) if any(drafts) else self._run_decode(plan.rows)
         return Computed(first, following, sum(map(len, drafts)), scores, _read_scores(plan.rows, of_rows, following))
 
-    def _goes_on(self, plan: Plan) -> bool:
+    def _goes_on(self, plan: TurnPlan) -> bool:
         """Whether only rows of a batch have ended: they are computed with the others, for no row takes their pages."""
         if not self.decoding.capacity.whole_prompts or not self._decoded:
             return False
         return all(row is None or row is before for row, before in zip(plan.rows, self._decoded, strict=True))
 
-    def _run_prompts(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], dict[int, list[Score]]]:
+    def _run_prompts(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], dict[int, list[TokenScore]]]:
         """The token after each chunk, and the scores that are asked for.
 
         They are those of the token after each of the chunk's if a prompt is scored, else of the token after the chunk.
@@ -104,7 +104,7 @@ class Engine(PagedModel):
         scored = [chunk.tokens if chunk and scores_prompt else [0] for chunk in chunks]
         return first, _read_scores(rows, scores, scored)
 
-    def _run_score(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores | None]:
+    def _run_score(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], TokenScores | None]:
         assert self._score
         rows = [chunk and chunk.row for chunk in chunks]
         given = np.full((len(chunks), self.decoding.capacity.chunk), -1, np.int32)
@@ -120,7 +120,7 @@ class Engine(PagedModel):
         lasts = [len(chunk.tokens) - 1 if chunk else 0 for chunk in chunks]
         return [int(sampled[i, last]) for i, last in enumerate(lasts)], scores
 
-    def _run_decode(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], Scores | None]:
+    def _run_decode(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], TokenScores | None]:
         # If the same rows were decoded in the last turn, it is still on the devices.
         turn, scores = self._ahead or self._decoded_turn(self._turn or self._placed_turn(rows))
         self._turn, self._ahead = turn, None
@@ -130,7 +130,7 @@ class Engine(PagedModel):
             self._ahead = self._decoded_turn(turn)
         return on_host(turn.tokens)[:, None].tolist(), scores
 
-    def _decoded_turn(self, turn: Turn) -> tuple[Turn, Scores | None]:
+    def _decoded_turn(self, turn: Turn) -> tuple[Turn, TokenScores | None]:
         following, scores, self._pages = self._decode(self._params, turn, self._rows, self._pages)
         return following, scores
 
@@ -145,7 +145,9 @@ class Engine(PagedModel):
         following = [new[: min(room, num + 1)] for new, num, room in zip(tokens, num_accepted, rooms, strict=True)]
         return following, sum(min(room - 1, self.decoding.num_drafts) for room in rooms if room)
 
-    def _run_verify(self, rows: Sequence[Row | None], drafts: Sequence[Sequence[int]]) -> tuple[Any, Scores | None]:
+    def _run_verify(
+        self, rows: Sequence[Row | None], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Any, TokenScores | None]:
         """Computes the newest token of each row and its drafts. Returns the accepted ones, and the token after them."""
         assert self._verify
         tokens = [[row.tokens[-1], *draft] if row else [0] for row, draft in zip(rows, drafts, strict=True)]
@@ -164,8 +166,8 @@ def _depends_on_answer(row: Row | None) -> bool:
 
 
 def _read_scores(
-    rows: Sequence[Row | None], scores: Scores | None, tokens: Sequence[Sequence[int]]
-) -> dict[int, list[Score]]:  # fmt: skip
+    rows: Sequence[Row | None], scores: TokenScores | None, tokens: Sequence[Sequence[int]]
+) -> dict[int, list[TokenScore]]:  # fmt: skip
     """Index of a row that asks for scores -> those of its tokens."""
     asking = [i for i, row in enumerate(rows) if row and row.request.scores]
     if not asking or scores is None:
@@ -173,4 +175,4 @@ def _read_scores(
     several = on_host(scores.logprob).reshape(len(rows), -1)
     logprob = several.tolist()
     ids, logprobs = (on_host(x).reshape(*several.shape, -1).tolist() for x in scores[1:])
-    return {i: [Score(logprob[i][k], ids[i][k], logprobs[i][k]) for k in range(len(tokens[i]))] for i in asking}
+    return {i: [TokenScore(logprob[i][k], ids[i][k], logprobs[i][k]) for k in range(len(tokens[i]))] for i in asking}

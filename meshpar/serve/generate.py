@@ -11,7 +11,7 @@ from typing import Any
 from meshpar.errors import ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import describe_sizes
-from meshpar.serve.answer import Answer, Finish, Piece
+from meshpar.serve.answer import Answer, AnswerPiece, Finish
 from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.engine import Engine
 from meshpar.serve.open_engine import NUM_DRAFTS, check_drafts, check_own, open_batch
@@ -96,7 +96,7 @@ def generate(
     ngrams: int | None = None,
     num_drafts: int = NUM_DRAFTS,
     parse_special: bool = True,
-    show: Callable[[Piece], None] = lambda piece: None,
+    show: Callable[[AnswerPiece], None] = lambda piece: None,
 ) -> Generated:
     """Answers all prompts in one batch. The tokens are the same on any mesh.
 
@@ -153,7 +153,7 @@ def generate(
 
 def _by_own(
     source: CausalModel, encode: Callable[[Prompt], list[int]], prompts: Sequence[Prompt] | str,
-    stop: Sequence[str] | str, max_tokens: int, sampling: Sampling, show: Callable[[Piece], None],
+    stop: Sequence[str] | str, max_tokens: int, sampling: Sampling, show: Callable[[AnswerPiece], None],
 ) -> Generated:  # fmt: skip
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop

@@ -19,7 +19,7 @@ from meshpar.parallel.precision import computed_in
 from meshpar.serve.own_model import OwnDecoding
 from meshpar.serve.paged_model import sampling_of
 from meshpar.serve.sampling import Asked, RowSampling
-from meshpar.serve.scheduler import Chunk, Computed, Plan, Row
+from meshpar.serve.scheduler import Chunk, Computed, Row, TurnPlan
 from meshpar.train.program import on_host, shardings, structs
 from meshpar.tree import human_bytes
 
@@ -64,7 +64,7 @@ class OwnEngine:
         """Token ids of the model."""
         return self.decoding.vocab_size
 
-    def run(self, plan: Plan) -> Computed:
+    def run(self, plan: TurnPlan) -> Computed:
         """Computes a turn."""
         chunks = {chunk.row.slot: chunk for chunk in plan.chunks if chunk}
         if self._recompute:

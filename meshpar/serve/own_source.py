@@ -18,7 +18,7 @@ from meshpar.interop.declared import unboxed
 from meshpar.interop.specs import Dims, check_axes, specs_of, with_axes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.answer import Answer, Piece
+from meshpar.serve.answer import Answer, AnswerPiece
 from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.own_engine import OwnEngine
@@ -155,7 +155,7 @@ class CausalModel:
 
 def answer(
     model: CausalModel, prompts: Sequence[Sequence[int]], stop: Sequence[str], max_tokens: int, sampling: Sampling,
-    show: Callable[[Piece], None],
+    show: Callable[[AnswerPiece], None],
 ) -> tuple[Batch, OwnEngine]:  # fmt: skip
     """Answers all prompts in one batch, with the engine that a server runs."""
     longest = max(map(len, prompts))

@@ -24,7 +24,7 @@ from meshpar.serve.adjust import most_adjusted
 from meshpar.serve.on_mesh import ModelOnMesh
 from meshpar.serve.sampling import Asked, RowSampling, Sampling, sample, sample_each
 from meshpar.serve.scheduler import Capacity
-from meshpar.serve.scores import MOST_RANKED, Scores, score
+from meshpar.serve.scores import MOST_RANKED, TokenScores, score
 from meshpar.train.program import compile_program, on_shards, shardings, structs, trace, whole
 
 
@@ -47,7 +47,7 @@ class Pages(NamedTuple):
     values: Any
 
 
-class Rows(NamedTuple):
+class RowArrays(NamedTuple):
     """The arrays of a row that do not change while it is decoded.
 
     Args:
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     adapters: Any
 
 
-class Chunks(NamedTuple):
+class TokenChunks(NamedTuple):
     """Consecutive tokens of each row: a part of a prompt, or the newest token and its drafts.
 
     Padding repeats the last token at its position. So it stores what is stored there already, and reads nothing else.
@@ -79,7 +79,7 @@ class Chunks(NamedTuple):
     lengths: Any
 
 
-Stepped = tuple[jax.Array, Scores | None, Pages]
+Stepped = tuple[jax.Array, TokenScores | None, Pages]
 """The sampled tokens, the scores if rows may ask for them, and the pages with the computed tokens."""
 
 
@@ -141,38 +141,38 @@ class PagedDecoding(ModelOnMesh):
         return Turn(self.per_row(self.capacity.num_rows), self.per_row(self.capacity.num_rows))
 
     @property
-    def prompts(self) -> Chunks:
+    def prompts(self) -> TokenChunks:
         """Structs of the chunks of `prefill`, equally many in each shard."""
         return self._chunks(self.capacity.num_chunks, self.capacity.chunk)
 
     @property
-    def drafts(self) -> Chunks:
+    def drafts(self) -> TokenChunks:
         """Structs of the chunks of `verify`, one in each row: the newest token and its drafts."""
         return self._chunks(self.capacity.num_rows, 1 + self.num_drafts)
 
-    def rows(self, num_rows: int) -> Rows:
-        """Structs of `Rows`."""
+    def rows(self, num_rows: int) -> RowArrays:
+        """Structs of `RowArrays`."""
         per_row = partial(self.per_row, num_rows)
         table = None if self.capacity.whole_prompts else per_row(self.capacity.pages_of_row)
         if self.sampling is not None:
-            return Rows(table, RowSampling(rows=per_row()), None, per_row())
+            return RowArrays(table, RowSampling(rows=per_row()), None, per_row())
         flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
         sampling = RowSampling.structs(per_row, self.most_adjusted, self.model.vocab_size)
-        return Rows(table, sampling, Asked(flag, flag, flag, flag), per_row())
+        return RowArrays(table, sampling, Asked(flag, flag, flag, flag), per_row())
 
     @property
     def most_adjusted(self) -> int:
         """The most tokens that a row adjusts."""
         return most_adjusted(self.model.vocab_size, self.capacity.max_len)
 
-    def scores(self, *shape: int) -> Scores | None:
+    def scores(self, *shape: int) -> TokenScores | None:
         """Structs of `Scores`; None if no row may ask for them."""
         if self.sampling is not None:
             return None
         ranked = min(MOST_RANKED, self.model.vocab_size)
         dtype = jax.eval_shape(wide, jax.ShapeDtypeStruct((), self.ctx.compute_dtype)).dtype
         one, several = self.per_row(*shape, dtype=dtype), self.per_row(*shape, ranked, dtype=dtype)
-        return Scores(one, self.per_row(*shape, ranked), several)
+        return TokenScores(one, self.per_row(*shape, ranked), several)
 
     def empty_pages(self) -> Pages:
         """Pages of zeros, allocated in shards."""
@@ -185,7 +185,7 @@ class PagedDecoding(ModelOnMesh):
         """
         is_whole = self.capacity.whole_prompts
 
-        def prefill(params: Any, chunks: Chunks, rows: Rows, pages: Pages | None) -> Stepped:
+        def prefill(params: Any, chunks: TokenChunks, rows: RowArrays, pages: Pages | None) -> Stepped:
             if pages is not None:
                 return self._step(params, chunks.tokens, _positions(chunks), chunks.lengths - 1, rows, pages)
             # Prompts attend to themselves, so padding must not repeat a position.
@@ -207,7 +207,7 @@ class PagedDecoding(ModelOnMesh):
         that are sampled, the pages).
         """
 
-        def prefill(params: Any, chunks: Chunks, given: jax.Array, rows: Rows, pages: Pages) -> Stepped:
+        def prefill(params: Any, chunks: TokenChunks, given: jax.Array, rows: RowArrays, pages: Pages) -> Stepped:
             each = jnp.broadcast_to(jnp.arange(self.capacity.chunk, dtype=jnp.int32), chunks.tokens.shape)
             return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages, given)
 
@@ -232,7 +232,7 @@ class PagedDecoding(ModelOnMesh):
         out = shardings((self.per_row(num_rows, self.num_drafts), structs(self.pages)))
         return compile_program(trace(self.draft, arguments, out, donate=(3,)))
 
-    def draft(self, params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[jax.Array, Pages]:
+    def draft(self, params: Any, turn: Turn, rows: RowArrays, pages: Pages) -> tuple[jax.Array, Pages]:
         """Several tokens after a turn, and the pages with them."""
 
         def step(carry: tuple[Turn, Pages], _: None) -> tuple[tuple[Turn, Pages], jax.Array]:
@@ -251,7 +251,7 @@ class PagedDecoding(ModelOnMesh):
         model's own tokens, int32[batch] how many drafts are among them, the next turn, both pages).
         """
 
-        def round(params: Any, draft_params: Any, turn: Turn, rows: Rows, pages: Pages, draft_pages: Pages) -> Any:
+        def round(params: Any, draft_params: Any, turn: Turn, rows: RowArrays, pages: Pages, draft_pages: Pages) -> Any:
             drafts, draft_pages = smaller.draft(draft_params, turn, rows, draft_pages)
             chunks = jnp.concatenate([turn.tokens[:, None], drafts], axis=1)
             each = jnp.broadcast_to(jnp.arange(1 + self.num_drafts, dtype=jnp.int32), chunks.shape)
@@ -269,7 +269,7 @@ class PagedDecoding(ModelOnMesh):
     def compile_verify(self) -> Callable[..., Any]:
         """(params, chunks, rows, pages) -> (int32[batch, num_drafts + 1] the tokens, their scores, the pages)."""
 
-        def verify(params: Any, chunks: Chunks, rows: Rows, pages: Pages) -> Stepped:
+        def verify(params: Any, chunks: TokenChunks, rows: RowArrays, pages: Pages) -> Stepped:
             each = jnp.broadcast_to(jnp.arange(1 + self.num_drafts, dtype=jnp.int32), chunks.tokens.shape)
             return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages)
 
@@ -279,7 +279,7 @@ class PagedDecoding(ModelOnMesh):
         out = shardings((self.per_row(*sizes), self.scores(*sizes), structs(self.pages)))
         return compile_program(trace(verify, arguments, out, donate=(3,)))
 
-    def decode(self, params: Any, turn: Turn, rows: Rows, pages: Pages) -> tuple[Turn, Scores | None, Pages]:
+    def decode(self, params: Any, turn: Turn, rows: RowArrays, pages: Pages) -> tuple[Turn, TokenScores | None, Pages]:
         """The next turn, the scores of its tokens, and the pages with this one."""
         last = jnp.zeros_like(turn.positions)
         tokens, scores, pages = self._step(params, turn.tokens[:, None], turn.positions[:, None], last, rows, pages)
@@ -290,7 +290,7 @@ class PagedDecoding(ModelOnMesh):
         return Turn(tokens, turn.positions + is_decoding.astype(jnp.int32)), scores, pages
 
     def _step(
-        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, rows: Rows, pages: Pages,
+        self, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array, rows: RowArrays, pages: Pages,
         given: jax.Array | None = None, kind: type[PagedCache] = PagedCache,
     ) -> Stepped:  # fmt: skip
         """Computes tokens of each row, and samples the one after `last`, int32[batch]; or int32[batch, n], several.
@@ -310,7 +310,7 @@ class PagedDecoding(ModelOnMesh):
 
         def select(
             logits: jax.Array, positions: jax.Array, given: jax.Array, sampling: RowSampling, asked: Asked | None
-        ) -> tuple[jax.Array, Scores | None]:
+        ) -> tuple[jax.Array, TokenScores | None]:
             if positions.ndim == 2:
                 sampling = jax.tree.map(lambda x: jnp.repeat(x, positions.shape[1], axis=0), sampling)
             flat = logits.reshape(-1, logits.shape[-1])
@@ -329,11 +329,11 @@ class PagedDecoding(ModelOnMesh):
         chosen, scores = selected(logits, next_positions, given, rows.sampling, rows.asked)
         return chosen, scores, Pages(cache.keys, cache.values)
 
-    def _chunks(self, num_rows: int, num_tokens: int) -> Chunks:
-        return Chunks(self.per_row(num_rows, num_tokens), self.per_row(num_rows), self.per_row(num_rows))
+    def _chunks(self, num_rows: int, num_tokens: int) -> TokenChunks:
+        return TokenChunks(self.per_row(num_rows, num_tokens), self.per_row(num_rows), self.per_row(num_rows))
 
 
-def _positions(chunks: Chunks) -> jax.Array:
+def _positions(chunks: TokenChunks) -> jax.Array:
     """The positions of tokens and padding, int32 [batch, chunk]."""
     places = jnp.arange(chunks.tokens.shape[1], dtype=jnp.int32)
     return chunks.begins[:, None] + jnp.minimum(places, chunks.lengths[:, None] - 1)

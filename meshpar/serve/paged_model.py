@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from meshpar.serve.adjust import NOTHING
-from meshpar.serve.paged_decoding import Chunks, PagedDecoding, Rows, Turn
+from meshpar.serve.paged_decoding import PagedDecoding, RowArrays, TokenChunks, Turn
 from meshpar.serve.sampling import Asked, RowSampling, Sampling
 from meshpar.serve.scheduler import Chunk, Row
-from meshpar.serve.scores import Scores
+from meshpar.serve.scores import TokenScores
 from meshpar.train.program import on_host, shardings, structs
 
 GREEDY = Sampling()
@@ -33,7 +33,7 @@ class PagedModel:
         is_whole = decoding.capacity.whole_prompts
         self._pages = None if is_whole else decoding.empty_pages()
 
-    def prefill(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], Scores | None]:
+    def prefill(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], TokenScores | None]:
         """Computes chunks of prompts. Returns the token after each, and its scores."""
         rows = [chunk and chunk.row for chunk in chunks]
         placed = self._placed_prompts(chunks)
@@ -42,17 +42,19 @@ class PagedModel:
         found, scores, self._pages = self._prefill(self._params, placed, self._placed_rows(rows), self._pages)
         return on_host(found).tolist(), scores
 
-    def _placed_prompts(self, chunks: Sequence[Chunk | None]) -> Chunks:
+    def _placed_prompts(self, chunks: Sequence[Chunk | None]) -> TokenChunks:
         rows = [chunk and chunk.row for chunk in chunks]
         return self._placed_chunks(rows, [chunk.tokens if chunk else [0] for chunk in chunks], self.decoding.prompts)
 
-    def _placed_chunks(self, rows: Sequence[Row | None], tokens: Sequence[Sequence[int]], structs: Chunks) -> Chunks:
+    def _placed_chunks(
+        self, rows: Sequence[Row | None], tokens: Sequence[Sequence[int]], structs: TokenChunks
+    ) -> TokenChunks:
         """Tokens that follow the cached ones of each row."""
         size = structs.tokens.shape[1]
         padded = np.array([[*chunk, *[chunk[-1]] * (size - len(chunk))] for chunk in tokens], np.int32)
         begins = np.array([row.num_cached if row else 0 for row in rows], np.int32)
         lengths = np.array([len(chunk) for chunk in tokens], np.int32)
-        return jax.device_put(Chunks(padded, begins, lengths), shardings(structs))
+        return jax.device_put(TokenChunks(padded, begins, lengths), shardings(structs))
 
     def _placed_turn(self, rows: Sequence[Row | None]) -> Turn:
         """The newest token of each row."""
@@ -60,12 +62,12 @@ class PagedModel:
         positions = np.array([row.num_cached if row else 0 for row in rows], np.int32)
         return jax.device_put(Turn(tokens, positions), shardings(self.decoding.turn))
 
-    def _placed_rows(self, rows: Sequence[Row | None]) -> Rows:
+    def _placed_rows(self, rows: Sequence[Row | None]) -> RowArrays:
         """Rows without a request have no pages, and are decoded greedily."""
         table = None if self.decoding.capacity.whole_prompts else self._table(rows)
         each, asked = self._sampling(rows)
         adapters = np.array([row.request.adapter if row else 0 for row in rows], np.int32)
-        return jax.device_put(Rows(table, each, asked, adapters), shardings(self.decoding.rows(len(rows))))
+        return jax.device_put(RowArrays(table, each, asked, adapters), shardings(self.decoding.rows(len(rows))))
 
     def _table(self, rows: Sequence[Row | None]) -> np.ndarray:
         capacity = self.decoding.capacity

@@ -18,7 +18,7 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import shard
 from meshpar.parallel.precision import wide
-from meshpar.serve.adjust import Change
+from meshpar.serve.adjust import LogitChange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ class RowSampling(NamedTuple):
 
     @classmethod
     def of(
-        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, Change]], most: int,
-        allowed: Sequence[np.ndarray | None], vocab_size: int,
+        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, LogitChange]],
+        most: int, allowed: Sequence[np.ndarray | None], vocab_size: int,
     ) -> RowSampling:  # fmt: skip
         """The settings of each row, as arrays on the host. Where `allowed` is None, all tokens are."""
         all_allowed = np.full(num_words(vocab_size), -1, np.int32)

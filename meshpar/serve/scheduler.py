@@ -165,7 +165,7 @@ class Chunk(NamedTuple):
     tokens: Sequence[int]
 
 
-class Plan(NamedTuple):
+class TurnPlan(NamedTuple):
     """What the programs compute in one turn.
 
     Args:
@@ -278,14 +278,14 @@ class Scheduler:
         """The row of a running request."""
         return next((row for row in self.rows if row is not None and row.request is request), None)
 
-    def plan(self) -> Plan:
+    def plan(self) -> TurnPlan:
         """Begins the requests for which there is room, and selects what the next turn computes."""
         while self.queue and self._begin(self.queue[0]):
             self.queue.popleft()
         decoded = tuple(row if row is not None and row.is_decoding else None for row in self.rows)
-        return Plan(tuple(chain.from_iterable(map(self._chunks, range(self.capacity.num_shards)))), decoded)
+        return TurnPlan(tuple(chain.from_iterable(map(self._chunks, range(self.capacity.num_shards)))), decoded)
 
-    def advance(self, plan: Plan, computed: Computed) -> list[Sampled]:
+    def advance(self, plan: TurnPlan, computed: Computed) -> list[Sampled]:
         """Adds the tokens that a turn computed to their rows. Rows that were ended during the turn are skipped."""
         sampled: list[Sampled] = []
         for i, (chunk, token) in enumerate(zip(plan.chunks, computed.first, strict=True)):

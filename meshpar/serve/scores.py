@@ -16,7 +16,7 @@ MOST_RANKED = 20
 """The most tokens beside a given one, as in OpenAI's API."""
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """Of the model's own probabilities: before temperature, biases and penalties.
 
     Args:
@@ -30,8 +30,8 @@ class Scores(NamedTuple):
     logprobs: Any
 
 
-class Score(NamedTuple):
-    """`Scores` of one token, on the host."""
+class TokenScore(NamedTuple):
+    """`TokenScores` of one token, on the host."""
 
     logprob: float
     ids: list[int]
@@ -40,23 +40,23 @@ class Score(NamedTuple):
 
 def score(
     logits: Float[Array, "B V"], tokens: Int[Array, "B"], is_asked: Bool[Array, ""], vocab_size: int
-) -> Scores:  # fmt: skip
+) -> TokenScores:  # fmt: skip
     """The scores of a token of each row; zeros if nobody asks for them.
 
     Communication: if it is asked for, all-reduces of [batch], and all-gathers of the `MOST_RANKED` best of each shard.
     """
     num = min(MOST_RANKED, vocab_size)
 
-    def computed(logits: Float[Array, "B V"]) -> Scores:
+    def computed(logits: Float[Array, "B V"]) -> TokenScores:
         logits = of_tokens(logits, vocab_size)
         best, ids = tensor.top_ids(logits, num)
         total = tensor.log_total(logits)
-        return Scores(tensor.logit_of(logits, tokens) - total, ids, best - total[:, None])
+        return TokenScores(tensor.logit_of(logits, tokens) - total, ids, best - total[:, None])
 
-    def nothing(logits: Float[Array, "B V"]) -> Scores:
+    def nothing(logits: Float[Array, "B V"]) -> TokenScores:
         zeros = 0 * tokens  # on the devices as the tokens are
         several = jnp.repeat(zeros[:, None], num, axis=1)
         dtype = wide(logits).dtype
-        return Scores(zeros.astype(dtype), several, several.astype(dtype))
+        return TokenScores(zeros.astype(dtype), several, several.astype(dtype))
 
     return jax.lax.cond(is_asked, computed, nothing, logits)

@@ -15,14 +15,14 @@ from typing import Any, Literal, Protocol
 
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import RunError
-from meshpar.serve.answer import Answer, Finish, Piece
-from meshpar.serve.scheduler import Capacity, Computed, Plan, Request, Scheduler
+from meshpar.serve.answer import Answer, AnswerPiece, Finish
+from meshpar.serve.scheduler import Capacity, Computed, Request, Scheduler, TurnPlan
 
 
-class Computes(Protocol):
+class ServiceEngine(Protocol):
     """What a service needs of an engine."""
 
-    def run(self, plan: Plan) -> Computed:
+    def run(self, plan: TurnPlan) -> Computed:
         """See `Engine.run`."""
         ...
 
@@ -67,9 +67,9 @@ class Answers:
     last_s: list[float]
     per_prompt: int = 1
     num_reused: int = 0
-    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    pieces: asyncio.Queue[AnswerPiece | Exception] = field(default_factory=asyncio.Queue)
 
-    async def stream(self) -> AsyncIterator[Piece]:
+    async def stream(self) -> AsyncIterator[AnswerPiece]:
         """Yields each piece when it is computed; `row` is the index of its request. If closed, it cancels the answers.
 
         Raises:
@@ -103,7 +103,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: Computes, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None,
+        self, engine: ServiceEngine, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None,
         ends: Collection[int] | None = None,
     ):  # fmt: skip
         self.scheduler = Scheduler(capacity)
@@ -207,7 +207,7 @@ class Service:
             return
         if answer.finish:
             self._end(request, answer.finish)
-        group.pieces.put_nowait(Piece(i, text, answer.finish, len(answer.tokens)))
+        group.pieces.put_nowait(AnswerPiece(i, text, answer.finish, len(answer.tokens)))
 
     def _end(self, request: Request, finish: Finish | Literal["cancelled"]) -> None:
         self.scheduler.end(request)

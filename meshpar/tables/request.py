@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.tables.shards import Shards
+from meshpar.tables.shards import TableShards
 
 
 class Counts(NamedTuple):
@@ -50,7 +50,7 @@ class Slots(NamedTuple):
         return empty.at[self.places.reshape(-1)].add(grads.reshape(-1, grads.shape[-1]), mode="drop")
 
 
-def assign(ids: Int[Array, "*N"], shards: Shards, capacity: int) -> Slots:
+def assign(ids: Int[Array, "*N"], shards: TableShards, capacity: int) -> Slots:
     """Gives each unique id a slot for the part that stores its row. Ids below 0 get none.
 
     Args:

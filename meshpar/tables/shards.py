@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 Partition = Literal["range", "hash", "column"]
 
 
-class Shards(NamedTuple):
+class TableShards(NamedTuple):
     """The shards of a table on n devices.
 
     - `range`: the i-th device has the i-th part of the rows.
@@ -41,7 +41,7 @@ class Shards(NamedTuple):
     def locate(self, ids: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Int[Array, "*N"]]:
         """The part that stores the row of each id, and the row's index there. Each id must have a row.
 
-        >>> part, row = Shards("hash", 8, 4).locate(jnp.arange(8, dtype=jnp.int32))
+        >>> part, row = TableShards("hash", 8, 4).locate(jnp.arange(8, dtype=jnp.int32))
         >>> part.tolist(), row.tolist()
         ([0, 1, 2, 3, 3, 0, 1, 2], [0, 0, 0, 0, 1, 1, 1, 1])
         """

@@ -24,7 +24,7 @@ from meshpar.tables.consistency import AnyConsistency, Sync
 from meshpar.tables.hot import HotRows
 from meshpar.tables.optim import Optimizer, read
 from meshpar.tables.request import assign, sum_by_row
-from meshpar.tables.shards import Partition, Shards
+from meshpar.tables.shards import Partition, TableShards
 from meshpar.tables.state import Pulled, TableState, as_part
 
 
@@ -66,9 +66,9 @@ class Table(Config):
 
     # The layout ---------------------------------------------------------------------------------------------------
 
-    def shards(self, num_devices: int) -> Shards:
+    def shards(self, num_devices: int) -> TableShards:
         """How the rows are divided among `num_devices` devices."""
-        return Shards(self.partition, self.num_rows, num_devices)
+        return TableShards(self.partition, self.num_rows, num_devices)
 
     def check(self, mesh: AnyMesh, problems: Problems, name: str = "table") -> None:
         """Adds a problem for an axis that the mesh does not have, and for columns that cannot be divided."""

@@ -31,7 +31,7 @@ Reference = Callable[[Any, Any], Any]
 """(parameters, carried state) -> the parameters of the reference model."""
 
 
-class Answers(NamedTuple):
+class PairedAnswers(NamedTuple):
     """Of both answers of each pair, the chosen one first: float[rows, 2].
 
     Args:
@@ -74,7 +74,9 @@ class Preference(OfAnswers):
     """A loss of pairs of answers."""
 
     @abstractmethod
-    def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_pairs(
+        self, answers: PairedAnswers, reference: PairedAnswers | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each pair and its metrics, float[rows] each."""
 
     def build(
@@ -87,7 +89,7 @@ class Preference(OfAnswers):
             if reference is not None:
                 frozen = lax.stop_gradient(reference(params, carried))
                 base = of_answers(apply(frozen, batch, None).logits, batch, vocab_size)
-                base = Answers(*lax.stop_gradient(base))
+                base = PairedAnswers(*lax.stop_gradient(base))
             count = found.are_pairs.sum(dtype=jnp.int32)
             each, metrics = self.of_pairs(found, base)
             total, sums = jax.tree.map(
@@ -115,7 +117,9 @@ class DPO(Preference):
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     """How far the model may go from the reference: a larger one keeps it nearer."""
 
-    def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_pairs(
+        self, answers: PairedAnswers, reference: PairedAnswers | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         assert reference is not None, "has_reference"
         rewards = self.beta * (answers.log_probs - reference.log_probs)
         margin = rewards[:, 0] - rewards[:, 1]
@@ -136,7 +140,9 @@ class ORPO(Preference):
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of the odds ratio, lambda in the paper, beside the chosen answer's cross entropy."""
 
-    def of_pairs(self, answers: Answers, reference: Answers | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_pairs(
+        self, answers: PairedAnswers, reference: PairedAnswers | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         means = answers.means
         odds = means - _log_of_rest(means)
         ratio = odds[:, 0] - odds[:, 1]
@@ -163,14 +169,14 @@ def _log_of_rest(log_p: jax.Array) -> jax.Array:
     return jnp.where(is_likely, jnp.log(-jnp.expm1(below)), jnp.log1p(-jnp.exp(low)))
 
 
-def of_answers(logits: jax.Array, batch: Batch, vocab_size: int) -> Answers:
+def of_answers(logits: jax.Array, batch: Batch, vocab_size: int) -> PairedAnswers:
     """The log-probabilities of both answers of each row."""
     targets, segments = batch["targets"], batch["segments"]
     is_target = targets >= 0
     nll = tensor.cross_entropy(logits, jnp.where(is_target, targets, 0), vocab_size)
     of = jnp.stack([is_target & (segments == one) for one in (CHOSEN, REJECTED)], axis=1)
     log_probs = -jnp.where(of, nll[:, None], jnp.zeros_like(nll)[:, None]).sum(-1)
-    return Answers(log_probs, of.sum(-1).astype(nll.dtype))
+    return PairedAnswers(log_probs, of.sum(-1).astype(nll.dtype))
 
 
 class Copy(Strategy):

@@ -36,7 +36,7 @@ from meshpar.experiment.arrays import Batches
 from meshpar.experiment.config import Run, load
 from meshpar.interop.peft_params import AdapterParams, LayerUpdate
 from meshpar.records.loggers import TensorBoard
-from meshpar.serve.answer import Piece
+from meshpar.serve.answer import AnswerPiece
 from meshpar.serve.batch import Batch
 from meshpar.serve.open_engine import open_batch, open_engine
 from meshpar.serve.paged_decoding import PagedDecoding
@@ -159,7 +159,7 @@ def of_generate(source: Any, prompts: Any, **arguments: Any) -> Any:
         for row, answer in enumerate(batch.answers):
             for token in sources[0].tokenizer.encode("is a mesh"):
                 if not answer.finish:
-                    yield Piece(row, answer.add(int(token)), answer.finish)
+                    yield AnswerPiece(row, answer.add(int(token)), answer.finish)
 
     def engine_of(source: Source, *sampling: Any, **sizes: Any) -> Any:
         sources.append(source)

@@ -26,7 +26,7 @@ from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.http.replies import Stream
+from meshpar.serve.http.replies import EventStream
 from meshpar.serve.paged_model import GREEDY
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Row
@@ -345,7 +345,7 @@ def test_control_a_stream_that_forgets_to_cancel_holds_pages(one, monkeypatch):
     async def forgetful(self, scope, receive, send):
         pass
 
-    monkeypatch.setattr(Stream, "__call__", forgetful)
+    monkeypatch.setattr(EventStream, "__call__", forgetful)
 
     async def scene(client: Client) -> int:
         await client.complete(PROMPT, max_tokens=29, stream=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshpar.serve import scheduler as scheduling
 from meshpar.serve.drafts import Drafter, accepted
 from meshpar.serve.pages import PagePool
-from meshpar.serve.scheduler import Capacity, Chunk, Computed, Plan, QueueFullError, Request, Row, Scheduler
+from meshpar.serve.scheduler import Capacity, Chunk, Computed, QueueFullError, Request, Row, Scheduler, TurnPlan
 
 SMALL = Capacity(num_shards=2, slots=3, pages=9, page_size=2, max_len=12, chunk=3, max_queue=99)
 
@@ -30,7 +30,7 @@ class RememberedCache:
         self.drafter = drafter
         self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
-    def run(self, plan: Plan) -> Computed:
+    def run(self, plan: TurnPlan) -> Computed:
         for chunk in plan.chunks:
             if chunk:
                 self.compute(chunk.row, chunk.row.tokens, len(chunk.tokens))

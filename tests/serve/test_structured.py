@@ -22,7 +22,7 @@ import pytest
 
 from meshpar.data.chat.template import ChatTemplate
 from meshpar.errors import ConfigError
-from meshpar.serve.answer import Answer, Piece
+from meshpar.serve.answer import Answer, AnswerPiece
 from meshpar.serve.constraint import Grammars
 from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.shapes import ChatShape, Toolbox
@@ -281,7 +281,7 @@ def test_streamed_parts_join_to_the_whole_answer(case, stop, tokenizer):
     for i, token in enumerate(tokens):
         piece = answer.add(token)
         answer.finish = answer.finish or ("end" if i == len(tokens) - 1 else None)
-        deltas.append(shape.delta(Piece(0, piece, answer.finish, i), answers, 0)["delta"])
+        deltas.append(shape.delta(AnswerPiece(0, piece, answer.finish, i), answers, 0)["delta"])
         if answer.finish:
             break
     whole = shape.choice(0, answers)["message"]

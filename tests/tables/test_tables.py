@@ -21,7 +21,7 @@ from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.tables import Async, LazyAdam, Stale, Table, training
 from meshpar.tables.request import Slots
-from meshpar.tables.shards import Shards
+from meshpar.tables.shards import TableShards
 from meshpar.train.program import compile_program, trace
 from meshpar.verification.trial import QUICK
 from tests.tables.oracle import Reference
@@ -359,7 +359,7 @@ def test_a_checkpoint_is_not_restored_on_another_number_of_devices(partition, fl
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_ids_and_rows_are_a_bijection(partition):
-    shards = Shards(partition, 1001, N)
+    shards = TableShards(partition, 1001, N)
     part, row = shards.locate(jnp.arange(1001, dtype=jnp.int32))
     assert len(set(zip(part.tolist(), row.tolist(), strict=True))) == 1001
     assert row.max() < shards.rows_each
@@ -368,7 +368,7 @@ def test_ids_and_rows_are_a_bijection(partition):
 
 def test_hash_spreads_ids_with_a_stride_and_range_does_not():
     ids = jnp.arange(0, 1 << 16, N, dtype=jnp.int32)
-    on_first = {kind: int((Shards(kind, 1 << 16, N).locate(ids)[0] == 0).sum()) for kind in ("hash", "range")}
+    on_first = {kind: int((TableShards(kind, 1 << 16, N).locate(ids)[0] == 0).sum()) for kind in ("hash", "range")}
     assert abs(on_first["hash"] - len(ids) // N) < 0.1 * len(ids) // N
     first = jnp.arange(1 << 13, dtype=jnp.int32)
-    assert int((Shards("range", 1 << 16, N).locate(first)[0] == 0).sum()) == len(first)
+    assert int((TableShards("range", 1 << 16, N).locate(first)[0] == 0).sum()) == len(first)

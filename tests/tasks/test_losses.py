@@ -10,7 +10,7 @@ from flax import nnx
 from sklearn import metrics as sklearn
 
 from meshpar import ConfigError, Run
-from meshpar.interop.named_loss import Call
+from meshpar.interop.named_loss import ModelCall
 from meshpar.train.tasks import Classify, Contrastive, MaskedTokens, Regress
 from meshpar.train.tasks.metrics import Gathered, auc, f1, recall
 
@@ -178,7 +178,7 @@ class Keyed(nnx.Module):
 
 
 def test_a_call_that_needs_keys_gets_those_of_a_step_and_none_in_an_evaluation():
-    call, model, x = Call.of(Keyed, "own:Keyed", {}), Keyed(rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    call, model, x = ModelCall.of(Keyed, "own:Keyed", {}), Keyed(rngs=nnx.Rngs(0)), jnp.ones((2, 4))
     assert call.parameters == ("x",)
     one, other, again = (call.outputs(model, {"x": x}, (), jax.random.key(i)) for i in (1, 2, 1))
     assert (one == again).all() and (one != other).any()

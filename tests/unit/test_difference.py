@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 
 from meshpar.errors import ProgramError
-from meshpar.inspection.difference import Change, difference
+from meshpar.inspection.difference import FigureChange, difference
 from meshpar.inspection.report.plain import read
 
 
@@ -109,7 +109,7 @@ def test_any_figure_makes_a_difference(after):
 
 
 def test_a_change_is_printed_with_its_amount_and_percentage():
-    assert [Change(*pair).by for pair in [(8, 8), (0, 8), (8, 0), (1000, 1250)]] == [
+    assert [FigureChange(*pair).by for pair in [(8, 8), (0, 8), (8, 0), (1000, 1250)]] == [
         "same",
         "+8",
         "-8 (-100.0%)",

@@ -16,7 +16,7 @@ from meshpar.inspection.fit import compile_for, judge
 from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.flow import Flow
 from meshpar.inspection.program.hlo import Collective
-from meshpar.inspection.program.text import Array, Program
+from meshpar.inspection.program.text import ArrayType, Program
 from meshpar.mesh import process, targets
 from meshpar.mesh.hardware import CHIPS, FOR_XLA
 from meshpar.mesh.targets import parse
@@ -101,7 +101,7 @@ def program(groups=((0, 1),)):
     compiled = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((16, 16))).compile()
     flow = Flow(Program(compiled.as_text()))
     collective = Collective(
-        "all_gather", (Array("f32", (20,)),), 80, groups, ("data",), False, 4, 3, (), "",
+        "all_gather", (ArrayType("f32", (20,)),), 80, groups, ("data",), False, 4, 3, (), "",
         next(flow.program.instructions()), flow,
     )  # fmt: skip
     return replace(inspect(compiled), collectives=(collective,))

@@ -13,7 +13,7 @@ import numpy as np
 from meshpar.data.chat.conversations import read
 from meshpar.data.chat.encoded_lines import encoded_lines
 from meshpar.data.chat.rendered import Rendered
-from meshpar.data.chat.rows import ConversationRows, Piece, piece_of
+from meshpar.data.chat.rows import ConversationRows, RowPiece, piece_of
 from meshpar.data.chat.targets import Encoded, Encoder
 from meshpar.data.documents import HEADING, is_held_out, share
 from meshpar.errors import DataError, DataWarning, Problems
@@ -108,7 +108,7 @@ class Example:
     encoded: Encoded
     share: float
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
 
 
 def _example(encoded: Encoded, of_share: float, seq_len: int, if_longer: IfLonger) -> Example:
@@ -118,5 +118,5 @@ def _example(encoded: Encoded, of_share: float, seq_len: int, if_longer: IfLonge
     if size > seq_len:
         starts = {"refuse": (), "drop": (), "truncate": (0,), "split": starts}[if_longer]
     ends = [min(size, start + seq_len) for start in starts]
-    pieces = [Piece(ids[start:end], targets[start:end]) for start, end in zip(starts, ends, strict=True)]
+    pieces = [RowPiece(ids[start:end], targets[start:end]) for start, end in zip(starts, ends, strict=True)]
     return Example(encoded, of_share, size, tuple(piece for piece in pieces if (piece.targets >= 0).any()))

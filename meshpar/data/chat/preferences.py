@@ -11,7 +11,7 @@ import numpy as np
 from meshpar.data.chat.conversations import Conversation, read_pair
 from meshpar.data.chat.encoded_lines import encoded_lines
 from meshpar.data.chat.rendered import Rendered
-from meshpar.data.chat.rows import ConversationRows, Piece, piece_of
+from meshpar.data.chat.rows import ConversationRows, RowPiece, piece_of
 from meshpar.data.chat.targets import Encoder
 from meshpar.data.documents import HEADING, is_held_out, share
 from meshpar.errors import DataError, DataWarning, Problems
@@ -62,7 +62,7 @@ class Preferences(Rendered):
     def _pairs(self, encoder: Encoder) -> Iterator[Pair]:
         problems = Problems()
 
-        def encode(data: Any) -> tuple[Piece, Piece]:
+        def encode(data: Any) -> tuple[RowPiece, RowPiece]:
             chosen, rejected = (_piece(encoder, one) for one in read_pair(data))
             return chosen, rejected
 
@@ -79,8 +79,8 @@ class Preferences(Rendered):
 class Pair(NamedTuple):
     """A pair of conversations, and the number that decides whether it is held out."""
 
-    chosen: Piece
-    rejected: Piece
+    chosen: RowPiece
+    rejected: RowPiece
     share: float
 
     @property
@@ -89,7 +89,7 @@ class Pair(NamedTuple):
         return len(self.chosen.tokens) + len(self.rejected.tokens)
 
 
-def _piece(encoder: Encoder, conversation: Conversation) -> Piece:
+def _piece(encoder: Encoder, conversation: Conversation) -> RowPiece:
     (encoded,) = encoder.encode(conversation)
     piece = piece_of(encoded)
     if not len(piece.tokens):

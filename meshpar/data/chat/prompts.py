@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from meshpar.data.chat.conversations import read_prompt
 from meshpar.data.chat.encoded_lines import encoded_lines
 from meshpar.data.chat.rendered import Rendered
-from meshpar.data.chat.rows import ConversationRows, Piece
+from meshpar.data.chat.rows import ConversationRows, RowPiece
 from meshpar.data.documents import HEADING, is_held_out, share
 from meshpar.data.packing import Batch
 from meshpar.errors import DataError, Problems
@@ -40,7 +40,7 @@ class Prompts(Rendered):
 
         def side(of: bool) -> PromptRows:
             chosen = np.flatnonzero(held_out == of)
-            pieces = [Piece(prompts[i].tokens, np.full_like(prompts[i].tokens, -1)) for i in chosen]
+            pieces = [RowPiece(prompts[i].tokens, np.full_like(prompts[i].tokens, -1)) for i in chosen]
             return PromptRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, of_row=1, lines=every, at=chosen)
 
         return side(False), side(True)

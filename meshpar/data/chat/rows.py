@@ -15,19 +15,19 @@ from meshpar.data.chat.targets import Encoded
 from meshpar.data.packing import Batch
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Tokens integers[length] and the target of each, int32[length], or -1 where nothing is learned."""
 
     tokens: np.ndarray
     targets: np.ndarray
 
 
-def piece_of(encoded: Encoded) -> Piece:
+def piece_of(encoded: Encoded) -> RowPiece:
     """Each token predicts the next; what follows the last target teaches nothing, and is left out."""
     ids = encoded.ids.astype(np.int32)
     targets = np.where(encoded.is_learned[1:], ids[1:], np.int32(-1))
     size = int(np.flatnonzero(targets >= 0)[-1]) + 1 if (targets >= 0).any() else 0
-    return Piece(ids[:size], targets[:size])
+    return RowPiece(ids[:size], targets[:size])
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +41,7 @@ class ConversationRows:
       joined: whether a token attends to all earlier tokens of its row.
       of_row: the number of pieces of each row, in their order. Default: as many as it has room for, in any order.
 
-    >>> pieces = [Piece(np.array([1, 2, 3]), np.array([-1, 3, 4])), Piece(np.array([5]), np.array([6]))]
+    >>> pieces = [RowPiece(np.array([1, 2, 3]), np.array([-1, 3, 4])), RowPiece(np.array([5]), np.array([6]))]
     >>> for name, array in ConversationRows(pieces, 2, seq_len=4, pad=0).batch([0]).items():
     ...     print(f"{name:9}", *array.tolist())
     tokens    [1, 2, 3, 5]
@@ -50,7 +50,7 @@ class ConversationRows:
     positions [0, 1, 2, 0]
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[RowPiece]
     num_documents: int
     seq_len: int
     pad: int

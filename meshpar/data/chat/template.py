@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from meshpar.data.chat.sandbox import Rendered, render
+from meshpar.data.chat.sandbox import RenderedChat, render
 from meshpar.data.special_tokens import special_tokens, tokenizer_config
 from meshpar.errors import ConfigError, DataError
 from meshpar.regular_files import open_regular
@@ -44,7 +44,7 @@ class ChatTemplate:
     def rendered(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, answers: bool = True,
         date: datetime | None = None, options: Mapping[str, Any] | None = None,
-    ) -> Rendered:  # fmt: skip
+    ) -> RenderedChat:  # fmt: skip
         """The text of a chat, and its generated parts.
 
         Args:

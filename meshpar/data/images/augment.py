@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from meshpar.config import Config, default
 from meshpar.data.images.decode import Box, Size, cropped, opened
-from meshpar.data.images.shards import Shards
+from meshpar.data.images.shards import PictureShards
 from meshpar.data.rows.source import CorruptRow, Row
 
 TRIES = 10
@@ -53,7 +53,7 @@ class Augment(Config):
 
 
 @dataclass(frozen=True)
-class Whole:
+class CenterCrop:
     """Makes the row of an evaluation: the center of the picture, and nothing at random.
 
     Args:
@@ -103,9 +103,9 @@ class Varied:
       chosen: int[n], those that are trained on; None for all.
     """
 
-    whole: Whole
+    whole: CenterCrop
     augment: Augment
-    pictures: Shards
+    pictures: PictureShards
     chosen: np.ndarray | None = None
 
     def __call__(self, row: Row, draw: np.random.Generator) -> Row:

@@ -23,7 +23,7 @@ LARGEST_GROUP = 2**30
 
 
 @dataclass(frozen=True)
-class Table:
+class PictureTable:
     """The pictures of a Parquet file, of which whole row groups are read.
 
     Args:
@@ -62,7 +62,7 @@ class Table:
         return f"{self.path}, row {row}"
 
 
-def open_table(path: Path, image: str, label: str) -> Table:
+def open_table(path: Path, image: str, label: str) -> PictureTable:
     """Reads the end of a Parquet file.
 
     Raises:
@@ -80,7 +80,7 @@ def open_table(path: Path, image: str, label: str) -> Table:
     if largest > LARGEST_GROUP:
         what = f"a row group has {human_bytes(largest)}, of which each process keeps {GROUPS_KEPT} in memory"
         raise ValueError(what, "write it with row_group_size=100, as Hugging Face does for pictures")
-    return Table(path, np.cumsum([0, *(group.num_rows for group in groups)]), image, label)
+    return PictureTable(path, np.cumsum([0, *(group.num_rows for group in groups)]), image, label)
 
 
 def _check(schema: Any, columns: dict[str, str]) -> None:

@@ -14,11 +14,11 @@ from meshpar.config import DataPath, Positive, Section, default
 from meshpar.data import array_record
 from meshpar.data import tars as data_tars
 from meshpar.data.images import columns, records, tars
-from meshpar.data.images.augment import Augment, Varied, Whole
+from meshpar.data.images.augment import Augment, CenterCrop, Varied
 from meshpar.data.images.decode import pillow
 from meshpar.data.images.files import opened
 from meshpar.data.images.folders import class_names, of_folders
-from meshpar.data.images.shards import Shard, Shards
+from meshpar.data.images.shards import PictureShard, PictureShards
 from meshpar.data.rows.config import RowData
 from meshpar.data.rows.dataset import Transform
 from meshpar.data.rows.source import Indexed, Source
@@ -146,10 +146,10 @@ class Images(RowData):
         return {name.removeprefix(f"{self.label}, "): value for name, value in found.items()}  # the folder may be moved
 
     @property
-    def _whole(self) -> Whole:
+    def _whole(self) -> CenterCrop:
         mixes = self.augment is not None and self.augment.mixes
         num_classes = self._num_classes if mixes else None
-        return Whole(self.size, self.channels, self.dtype, self.center, num_classes, self.mean, self.std)
+        return CenterCrop(self.size, self.channels, self.dtype, self.center, num_classes, self.mean, self.std)
 
     @property
     def _num_classes(self) -> int | None:
@@ -157,10 +157,10 @@ class Images(RowData):
 
     def _source(self, path: str) -> Indexed:
         pillow()
-        shards = Shards(self._files(local(path)), self._num_classes)
+        shards = PictureShards(self._files(local(path)), self._num_classes)
         return Indexed(path, shards, len(shards), shards.blocks)
 
-    def _files(self, path: Path) -> tuple[Shard, ...]:
+    def _files(self, path: Path) -> tuple[PictureShard, ...]:
         image, label = self.image_field or "image", self.label_field or "label"
         match self.format:
             case "folders":
@@ -175,5 +175,5 @@ class Images(RowData):
         return opened(path, self.glob or default, default, open_file)
 
     @staticmethod
-    def _shards(source: Any) -> Shards:
+    def _shards(source: Any) -> PictureShards:
         return source.items

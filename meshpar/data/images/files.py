@@ -7,11 +7,11 @@ from pathlib import Path
 
 from meshpar.data.documents import HEADING
 from meshpar.data.files import find_or_take
-from meshpar.data.images.shards import Shard
+from meshpar.data.images.shards import PictureShard
 from meshpar.errors import DataError, Problems
 
 
-def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Shard]) -> tuple[Shard, ...]:
+def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], PictureShard]) -> tuple[PictureShard, ...]:
     """The files at `path` that have pictures.
 
     Args:
@@ -22,7 +22,7 @@ def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Shar
       DataError: lists the files that are not whole; or there is no picture.
     """
     problems = Problems()
-    found: list[Shard] = []
+    found: list[PictureShard] = []
     for file in find_or_take(path, glob, default):
         try:
             found.append(open_file(file))

@@ -11,7 +11,7 @@ import numpy as np
 from meshpar.errors import DataError
 
 
-class Shard(Protocol):
+class PictureShard(Protocol):
     """The pictures of one file, or of one folder."""
 
     @property
@@ -41,7 +41,7 @@ class Shard(Protocol):
 
 
 @dataclass(frozen=True)
-class Shards:
+class PictureShards:
     """All pictures by index: rows of `picture`, bytes, and `label`, an integer.
 
     Args:
@@ -49,7 +49,7 @@ class Shards:
       num_classes: labels are below it; None for any label.
     """
 
-    shards: tuple[Shard, ...]
+    shards: tuple[PictureShard, ...]
     num_classes: int | None = None
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Shards:
         ]
         return np.concatenate([*of_shards, [len(self)]]) if len(of_shards) == len(self.shards) else None
 
-    def _place(self, index: int) -> tuple[Shard, int]:
+    def _place(self, index: int) -> tuple[PictureShard, int]:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return self.shards[shard], index - int(self._ends[shard]) + self.shards[shard].length
 

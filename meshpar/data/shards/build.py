@@ -34,9 +34,9 @@ from meshpar.data.shards.manifest import (
     TOKENIZER,
     TRAIN,
     VERSION,
+    BuildPlan,
     Manifest,
-    Plan,
-    Shard,
+    ShardNumbers,
     Side,
     StoredTokenizer,
     damages,
@@ -134,18 +134,18 @@ def build(
     )  # fmt: skip
 
 
-def _documents(shard: Shard) -> int:
+def _documents(shard: ShardNumbers) -> int:
     return shard.train.documents + shard.held_out.documents
 
 
-def _tokens(shard: Shard) -> int:
+def _tokens(shard: ShardNumbers) -> int:
     return shard.train.tokens + shard.held_out.tokens
 
 
 # The plan -------------------------------------------------------------------------------------------------------
 
 
-def _plan(corpus: TextCorpus, files: Sequence[Path], shard_bytes: int) -> Plan:
+def _plan(corpus: TextCorpus, files: Sequence[Path], shard_bytes: int) -> BuildPlan:
     problems = Problems()
     sources = []
     for name, path in named(list(files), corpus.root).items():
@@ -156,7 +156,7 @@ def _plan(corpus: TextCorpus, files: Sequence[Path], shard_bytes: int) -> Plan:
             problems.add(str(path), f"cannot be read: {error.strerror}")
     problems.raise_any(DataError, HEADING)
     encoding = {key: value for key, value in corpus.encoding.items() if key not in ("path", "tokenizer")}
-    return Plan(
+    return BuildPlan(
         version=VERSION, encoding=encoding, tokenizer=_stored(corpus.tokenizer), sources=sources,
         held_out_fraction=corpus.held_out_fraction, shard_bytes=shard_bytes,
     )  # fmt: skip
@@ -173,10 +173,10 @@ def _stored(tokenizer: Tokenizer) -> StoredTokenizer:
     return StoredTokenizer(**about)
 
 
-def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
+def _begin(folder: Path, plan: BuildPlan, tokenizer: Tokenizer) -> None:
     """Writes the plan into a new folder; in another it must be the same."""
     if (folder / PLAN).is_file():
-        before = read(folder / PLAN, Plan, NEW_FOLDER)
+        before = read(folder / PLAN, BuildPlan, NEW_FOLDER)
         _agree(folder, before, plan, "since this build began")
     elif folder.is_dir() and any(not one.name.startswith("partial-") for one in folder.iterdir()):
         raise no_data(f"--output {folder}", "has other files than shards", "a folder that is empty or not there")
@@ -192,7 +192,7 @@ def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
         write(folder / PLAN, plan)
 
 
-def _agree(folder: Path, before: Plan, now: Plan, since: str) -> None:
+def _agree(folder: Path, before: BuildPlan, now: BuildPlan, since: str) -> None:
     """Refuses to mix the shards of two plans."""
     problems = Problems()
     old, new = ({name: rest for name, *rest in plan.sources} for plan in (before, now))
@@ -222,16 +222,16 @@ def _as_keys(tokenizer: dict[str, Any]) -> dict[str, Any]:
 # Shards ---------------------------------------------------------------------------------------------------------
 
 
-def _run(tasks: dict[int, Callable[[], Shard]], processes: int) -> Iterator[tuple[int, Shard]]:
+def _run(tasks: dict[int, Callable[[], ShardNumbers]], processes: int) -> Iterator[tuple[int, ShardNumbers]]:
     """(number, shard) of each task, as it ends. The errors of several are raised together."""
     failed: list[DataError] = []
     if min(processes, len(tasks)) <= 1:
-        done: Iterator[tuple[int, Callable[[], Shard]]] = iter(tasks.items())
+        done: Iterator[tuple[int, Callable[[], ShardNumbers]]] = iter(tasks.items())
         yield from _results(done, failed)
     else:
         context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork would not copy
         with ProcessPoolExecutor(processes, context, _alone) as pool:
-            futures: dict[Future[Shard], int] = {pool.submit(task): i for i, task in tasks.items()}
+            futures: dict[Future[ShardNumbers], int] = {pool.submit(task): i for i, task in tasks.items()}
             try:
                 yield from _results(((futures[one], one.result) for one in as_completed(futures)), failed)
             except BrokenProcessPool:
@@ -244,8 +244,8 @@ def _run(tasks: dict[int, Callable[[], Shard]], processes: int) -> Iterator[tupl
 
 
 def _results(
-    done: Iterator[tuple[int, Callable[[], Shard]]], failed: list[DataError]
-) -> Iterator[tuple[int, Shard]]:  # fmt: skip
+    done: Iterator[tuple[int, Callable[[], ShardNumbers]]], failed: list[DataError]
+) -> Iterator[tuple[int, ShardNumbers]]:  # fmt: skip
     for i, result in done:
         try:
             yield i, result()
@@ -271,7 +271,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(corpus: TextCorpus, files: FileRange, folder: Path, name: str) -> Shard:
+def _encode(corpus: TextCorpus, files: FileRange, folder: Path, name: str) -> ShardNumbers:
     """Writes one shard, which appears complete, by a rename."""
     partial = folder / f"partial-{uuid4().hex}"
     dtype = corpus.ids_dtype
@@ -284,7 +284,7 @@ def _encode(corpus: TextCorpus, files: FileRange, folder: Path, name: str) -> Sh
                     (held_out if share < corpus.held_out_fraction else train).add(ids)
                     shares = extremes(sorted([*shares, share]))
             sides = [Side(documents=one.num_documents, tokens=one.num_tokens) for one in (train, held_out)]
-            shard = Shard(train=sides[0], held_out=sides[1], crc32=train.crc32 | held_out.crc32, shares=shares)
+            shard = ShardNumbers(train=sides[0], held_out=sides[1], crc32=train.crc32 | held_out.crc32, shares=shares)
             write(partial / SHARD, shard)
             sync_tree(partial)
             try:
@@ -305,13 +305,13 @@ def _read(corpus: TextCorpus, files: FileRange) -> Iterator[tuple[float, np.ndar
         raise no_data(str(error.filename or files.files[0]), f"cannot be read: {error.strerror}") from None
 
 
-def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> Shard | None:
+def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> ShardNumbers | None:
     """A shard that is there and undamaged; a damaged one is removed."""
     place = folder / shard_name(index, num)
     if not place.is_dir():
         return None
     try:
-        shard = read(place / SHARD, Shard, "")
+        shard = read(place / SHARD, ShardNumbers, "")
         found = [path.name for path, _ in damages(place, shard, dtype)]
         found = found or [name for name, crc in shard.crc32.items() if crc32(place / name) != crc]
     except (DataError, OSError):
@@ -327,7 +327,7 @@ def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> Shard | No
     return None
 
 
-def _publish(folder: Path, plan: Plan, shards: list[Shard], dtype: np.dtype) -> None:
+def _publish(folder: Path, plan: BuildPlan, shards: list[ShardNumbers], dtype: np.dtype) -> None:
     """Writes the manifest: from now on the shards can be read."""
     num = sum(map(_documents, shards))
     if not all(sum(shard.side(side).documents for shard in shards) for side in (TRAIN, HELD_OUT)):

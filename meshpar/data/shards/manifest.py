@@ -49,7 +49,7 @@ class Side(_Record):
     tokens: Natural
 
 
-class Shard(_Record):
+class ShardNumbers(_Record):
     """The numbers of one shard.
 
     Args:
@@ -95,7 +95,7 @@ class StoredTokenizer(_Record):
         return TokenizerFile(path=str(folder / TOKENIZER), bos_token=self.bos_token, eos_token=self.eos_token)
 
 
-class Plan(_Record):
+class BuildPlan(_Record):
     """What the ids depend on. A build goes on only with the same.
 
     Args:
@@ -120,7 +120,7 @@ class Manifest(_Record):
     held_out_fraction: float
     sources: str
     """The SHA-256 of the plan, which names the sources."""
-    shards: list[Shard]
+    shards: list[ShardNumbers]
 
 
 def shard_name(index: int, num: int) -> str:
@@ -188,7 +188,7 @@ def _manifest(path: Path, modified_ns: int, size: int) -> Manifest:
     return read(path, Manifest, "build the shards again in an empty folder")
 
 
-def damages(folder: Path, shard: Shard, dtype: np.dtype) -> list[tuple[Path, str]]:
+def damages(folder: Path, shard: ShardNumbers, dtype: np.dtype) -> list[tuple[Path, str]]:
     """Each file of a shard that is missing or has another size, and what is wrong with it."""
     found = []
     for name, size in shard.sizes(dtype).items():

@@ -29,7 +29,7 @@ _UNKNOWN = Value("", "")
 
 
 @dataclass(frozen=True)
-class Sum:
+class CarriedSum:
     """Element `index` of a loop's carry, which may be a sum that the loop adds to in each iteration."""
 
     loop: Instruction
@@ -46,7 +46,7 @@ class Accumulations:
     def __init__(self, flow: Flow):
         self.flow = flow
         self.program = flow.program
-        self._known: dict[Sum, bool] = {}
+        self._known: dict[CarriedSum, bool] = {}
         self._needed: dict[Value, list[Value]] = {}
 
     @cached_property
@@ -58,7 +58,7 @@ class Accumulations:
             found[line] = max(found[line], turns)
         return {line: turns for line, turns in found.items() if turns > 1}
 
-    def _reductions(self) -> Iterator[tuple[int, tuple[Sum, ...]]]:
+    def _reductions(self) -> Iterator[tuple[int, tuple[CarriedSum, ...]]]:
         """Each reduction that flows into an output, with the sums whose loops it could leave."""
         root = self.program.root(self.program.entry)
         outputs = range(len(root.arrays)) if root.type.startswith("(") else [None]
@@ -69,7 +69,7 @@ class Accumulations:
                 operands = [Value(one.computation, name) for name in one.operands]
                 yield one.line, tuple(each for each in sums if not self._depends(operands, each))
 
-    def _sources(self, state: tuple[Value, tuple[Sum, ...]]) -> Iterator[tuple[Value, tuple[Sum, ...]]]:
+    def _sources(self, state: tuple[Value, tuple[CarriedSum, ...]]) -> Iterator[tuple[Value, tuple[CarriedSum, ...]]]:
         """The sources of a value inside the loops of `sums`, each with the sums whose loops contain it."""
         value, sums = state
         one = self.flow.instruction(value)
@@ -78,13 +78,13 @@ class Accumulations:
         for source in self.flow.sources(value):
             inside = sums
             if one.opcode == "while" and value.index is not None and source.computation == one.word("body"):
-                entered = Sum(one, value.index)
+                entered = CarriedSum(one, value.index)
                 inside = (*sums, entered) if self._is_sum(entered) else sums
             elif one.opcode == "parameter":
                 inside = tuple(each for each in sums if each.body != value.computation)
             yield source, inside
 
-    def _is_sum(self, sum_: Sum) -> bool:
+    def _is_sum(self, sum_: CarriedSum) -> bool:
         """Whether the loop adds to the element, and computes nothing else in its carry from it."""
         if sum_ not in self._known:
             carry = range(len(self.program.root(sum_.body).operands))
@@ -92,7 +92,7 @@ class Accumulations:
             self._known[sum_] = self._adds(sum_) and not self._depends(others, sum_)
         return self._known[sum_]
 
-    def _adds(self, sum_: Sum) -> bool:
+    def _adds(self, sum_: CarriedSum) -> bool:
         """Whether the new value depends linearly on the old one; a stack that is written in slices does not count."""
 
         def sources(value: Value) -> list[Value]:
@@ -105,7 +105,7 @@ class Accumulations:
         start = [self.flow.result(sum_.body, sum_.index)]
         return self._carry(sum_.body, sum_.index) in reachable(start, sources)
 
-    def _depends(self, values: Iterable[Value], sum_: Sum) -> bool:
+    def _depends(self, values: Iterable[Value], sum_: CarriedSum) -> bool:
         """Whether any of the values depends on the sum at the start of the iteration."""
         ends = {self._carry(sum_.body, sum_.index), self._carry(sum_.body, None), _UNKNOWN}
         return any(value in ends for value in reachable(values, self._needs))

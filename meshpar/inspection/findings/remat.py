@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.inspection.findings.finding import Finding
 from meshpar.inspection.program.hlo import Collective
 from meshpar.inspection.program.shardings import Spec, spec, spec_text, tiles
-from meshpar.inspection.program.text import Array, Instruction, Program
+from meshpar.inspection.program.text import ArrayType, Instruction, Program
 from meshpar.sharding.resolve import AnyMesh
 
 _WARNING = re.compile(
@@ -39,7 +39,7 @@ class Rematerialization:
     operation: Instruction
     before: str
     after: str
-    array: Array
+    array: ArrayType
 
 
 def rematerializations(warnings: Iterable[str]) -> list[Rematerialization]:
@@ -77,7 +77,7 @@ def _read(match: re.Match[str]) -> Iterator[Rematerialization]:
         local = operation.arrays[0]  # the line shows the part of one device
         counts = [int(tile.max()) + 1 for tile in held] or [1] * len(local.shape)
         shape = tuple(size * count for size, count in zip(local.shape, counts, strict=True))
-        yield Rematerialization(operation, match["before"], match["after"], Array(local.dtype, shape))
+        yield Rematerialization(operation, match["before"], match["after"], ArrayType(local.dtype, shape))
 
 
 def _completes(gather: Collective, one: Rematerialization) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from meshpar.inspection.program.text import Array, Instruction, Program
+from meshpar.inspection.program.text import ArrayType, Instruction, Program
 from meshpar.inspection.program.walk import Visit
 from meshpar.parallel.scopes import declared_flops
 
@@ -71,7 +71,7 @@ def _flops(program: Program, one: Instruction) -> int:
     return 0
 
 
-def _attention_flops(one: Instruction, queries: Array) -> int:
+def _attention_flops(one: Instruction, queries: ArrayType) -> int:
     """Operations of cuDNN's attention, counting only visible scores, because the kernel's tiles are unknown."""
     config = one.rest.partition("backend_config=")[2]
     shape = re.search(r'"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"(\d+)"\]', config)
@@ -83,7 +83,7 @@ def _attention_flops(one: Instruction, queries: Array) -> int:
     return 2 * _CUDNN_PRODUCTS[_target(one)] * batch * heads * queries.shape[-1] * (num_queries * width - hidden)
 
 
-def _convolution_terms(one: Instruction, image: Array, kernel: Array) -> int:
+def _convolution_terms(one: Instruction, image: ArrayType, kernel: ArrayType) -> int:
     """The number of products that a convolution sums, without products with padding or with the holes of a dilation.
 
     TPU programs express batched matrix products as dilated convolutions. All products but those on the diagonal are

@@ -20,7 +20,7 @@ from jax.stages import Compiled
 from meshpar.errors import Problems, ProgramError
 from meshpar.inspection.program.flow import Flow
 from meshpar.inspection.program.groups import Groups, are_parts, find_groups, spanned_axes
-from meshpar.inspection.program.text import LAYOUT, Array, Instruction, Program, arrays_of, unquoted
+from meshpar.inspection.program.text import LAYOUT, ArrayType, Instruction, Program, arrays_of, unquoted
 from meshpar.inspection.program.walk import Visit, walk
 from meshpar.sharding.resolve import AnyMesh
 
@@ -64,7 +64,7 @@ class Collective:
     """
 
     kind: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[ArrayType, ...]
     full_bytes: int
     groups: Groups
     axes: tuple[str, ...] | None
@@ -224,7 +224,7 @@ def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: Any
     )
 
 
-def _sent_rows(program: Program, one: Instruction) -> tuple[Array, ...]:
+def _sent_rows(program: Program, one: Instruction) -> tuple[ArrayType, ...]:
     """The buffer whose rows a ragged all-to-all sends; empty if it is computed elsewhere.
 
     If all devices get equally many rows, the sent rows fill the smaller one of this buffer and the result.
@@ -233,7 +233,7 @@ def _sent_rows(program: Program, one: Instruction) -> tuple[Array, ...]:
     return beside[one.operands[0]].arrays if one.operands and one.operands[0] in beside else ()
 
 
-def _results(one: Instruction) -> tuple[Array, ...]:
+def _results(one: Instruction) -> tuple[ArrayType, ...]:
     """The results of a collective."""
     # The type of a start, except that of an all-reduce, is (operands, results, contexts...).
     type_ = one.type

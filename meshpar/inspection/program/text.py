@@ -30,8 +30,8 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 
 @dataclass(frozen=True)
-class Array:
-    """The type of an array in a program: `f32[8,4]` is `Array("f32", (8, 4))`."""
+class ArrayType:
+    """The type of an array in a program: `f32[8,4]` is `ArrayType("f32", (8, 4))`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,14 +51,14 @@ class Array:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def arrays_of(type_: str) -> tuple[Array, ...]:
+def arrays_of(type_: str) -> tuple[ArrayType, ...]:
     """The arrays of a type that XLA prints; a tuple has several.
 
     >>> [str(array) for array in arrays_of("(f32[8,4]{1,0}, /*index=1*/s32[])")]
     ['f32[8,4]', 's32[]']
     """
     found = _ARRAY.findall(LAYOUT.sub("", type_))
-    return tuple(Array(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found)
+    return tuple(ArrayType(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Instruction:
     is_root: bool
 
     @cached_property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[ArrayType, ...]:
         """The arrays of its result."""
         return arrays_of(self.type)
 

@@ -12,7 +12,7 @@ from meshpar.inspection.report.plain import PlainCollective
 
 
 @dataclass(frozen=True)
-class Place:
+class CollectivePlace:
     """All collectives of one kind, over the same axes, from one line of code.
 
     Args:
@@ -37,7 +37,7 @@ class Place:
         return ", ".join(self.names[:1]) + (f" and {len(self.names) - 1} more" if len(self.names) > 1 else "")
 
 
-def places(collectives: Iterable[PlainCollective]) -> list[Place]:
+def places(collectives: Iterable[PlainCollective]) -> list[CollectivePlace]:
     """The places of collectives, most bytes first."""
     groups = defaultdict(list)
     for one in collectives:
@@ -49,7 +49,7 @@ def places(collectives: Iterable[PlainCollective]) -> list[Place]:
         names = names or dict.fromkeys(array for one in group for array in one.arrays)
         times = sum(one.times for one in group)
         sent_bytes = sum(one.total_bytes for one in group)
-        found.append(Place(kind, axes, source, in_branch, times, sent_bytes, tuple(names)))
+        found.append(CollectivePlace(kind, axes, source, in_branch, times, sent_bytes, tuple(names)))
     return sorted(found, key=lambda place: place.sent_bytes, reverse=True)
 
 

@@ -24,13 +24,13 @@ from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.serve.constraint import Grammar, Grammars
 from meshpar.serve.engine import Engine
-from meshpar.serve.http.bodies import MOST_ANSWERS, Body, CompletionBody, parse
+from meshpar.serve.http.bodies import MOST_ANSWERS, CompletionBody, RequestBody, parse
 from meshpar.serve.http.chat import encode_chat
 from meshpar.serve.http.chat_bodies import ChatBody
 from meshpar.serve.http.errors import HANDLERS, ApiError
 from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.metrics import Metrics
-from meshpar.serve.http.replies import Stream, complete, usage
+from meshpar.serve.http.replies import EventStream, complete, usage
 from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape, Toolbox
 from meshpar.serve.http.tools import form_of
 from meshpar.serve.own_engine import OwnEngine
@@ -199,8 +199,8 @@ class Endpoints:
     # How a request is answered --------------------------------------------------------------------------------------
 
     async def _answer(
-        self, http: HttpRequest, body: Body, prompts: Sequence[Sequence[int]], shape: Shape, max_tokens: int | None,
-        grammar: Grammar | None = None,
+        self, http: HttpRequest, body: RequestBody, prompts: Sequence[Sequence[int]], shape: Shape,
+        max_tokens: int | None, grammar: Grammar | None = None,
     ) -> Response:  # fmt: skip
         if body.model not in (None, self.name, *self.adapters):
             raise self._no_model(body.model)
@@ -208,17 +208,19 @@ class Endpoints:
         requests = self._requests(body, prompts, max_tokens, grammar)
         answers = self.service.submit(requests, body.stop, body.n or 1, body.stop_token_ids or ())
         if body.stream:
-            return Stream(answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage))
+            return EventStream(
+                answers, shape, with_usage=bool(body.stream_options and body.stream_options.include_usage)
+            )
         await complete(http, answers)
         return JSONResponse(shape.response(answers) | {"usage": usage(answers)})
 
-    def _grammar(self, body: Body) -> Grammar | None:
+    def _grammar(self, body: RequestBody) -> Grammar | None:
         """What the answer follows, if the request says so."""
         with _named("structured_outputs" if body.structured_outputs else "response_format"):
             return body.grammar(self.grammars)
 
     def _requests(
-        self, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None, grammar: Grammar | None
+        self, body: RequestBody, prompts: Sequence[Sequence[int]], max_tokens: int | None, grammar: Grammar | None
     ) -> list[Request]:
         num_answers = body.n or 1
         most = min(MOST_ANSWERS, self.service.scheduler.capacity.max_queue)

@@ -67,7 +67,7 @@ class Structured(BaseModel):
         return grammars.of_schema(self.json_schema or {})
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """The keys that completions and chats share.
 
     `top_k`, `min_p`, `stop_token_ids`, `repetition_penalty` and `structured_outputs` are not OpenAI's.
@@ -102,7 +102,7 @@ class Body(BaseModel):
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _streams(self) -> Body:
+    def _streams(self) -> RequestBody:
         if self.stream_options and not self.stream:
             raise ValueError("stream_options: has no effect without stream; add stream: true")
         return self
@@ -168,7 +168,7 @@ class Body(BaseModel):
         )  # fmt: skip
 
 
-class CompletionBody(Body):
+class CompletionBody(RequestBody):
     """The body of `/v1/completions`. `parse_special` is not OpenAI's: see `generate`."""
 
     prompt: list[str | list[int]]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from meshpar.serve.constraint import Grammar, Grammars
-from meshpar.serve.http.bodies import Body
+from meshpar.serve.http.bodies import RequestBody
 from meshpar.serve.scores import MOST_RANKED
 
 
@@ -27,7 +27,7 @@ class Called(BaseModel):
     arguments: str
 
 
-class Call(BaseModel):
+class ToolCall(BaseModel):
     """A call of a tool, as the assistant wrote it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -44,7 +44,7 @@ class Message(BaseModel):
     content: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ class Format(BaseModel):
         return self
 
 
-class ChatBody(Body):
+class ChatBody(RequestBody):
     """The body of `/v1/chat/completions`. `chat_template_kwargs`, variables of the template, are not OpenAI's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 from meshpar.serve.answer import Answer
-from meshpar.serve.scores import Score
+from meshpar.serve.scores import TokenScore
 
 
-class Text(NamedTuple):
+class TokenText(NamedTuple):
     """The text of a token, or its name in the tokenizer if it is a part of a character, or special."""
 
     text: str
@@ -27,10 +27,10 @@ class Token(NamedTuple):
       ranked: the most probable tokens at its place, the first most of all.
     """
 
-    text: Text
+    text: TokenText
     offset: int
     logprob: float | None
-    ranked: list[tuple[Text, float]]
+    ranked: list[tuple[TokenText, float]]
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Texts:
     tokenizer: Tokenizer
     num_ranked: int | None
 
-    def after(self, before: Sequence[int], token: int) -> Text:
+    def after(self, before: Sequence[int], token: int) -> TokenText:
         """The text of a token, which may depend on the one before it, as a word's first space does."""
         context = list(before[-1:])
         text = self.tokenizer.decode([*context, token])[len(self.tokenizer.decode(context)) :]
         if (not text or "\ufffd" in text) and isinstance(self.tokenizer, TokenizerFile):
-            return Text(self.tokenizer.token(token) or "", is_name=True)
-        return Text(text)
+            return TokenText(self.tokenizer.token(token) or "", is_name=True)
+        return TokenText(text)
 
-    def tokens(self, before: Sequence[int], ids: Sequence[int], scores: Sequence[Score | None]) -> Iterator[Token]:
+    def tokens(self, before: Sequence[int], ids: Sequence[int], scores: Sequence[TokenScore | None]) -> Iterator[Token]:
         """The tokens that follow others, with their scores."""
         lasts = [before[-1:], *([token] for token in ids)][: len(ids)]
         for last, token, offset, score in zip(lasts, ids, self._offsets(before, ids), scores, strict=True):
@@ -121,6 +121,6 @@ def _in_chat(token: Token) -> dict[str, Any]:
     return _with_bytes(token.text, token.logprob) | {"top_logprobs": ranked}
 
 
-def _with_bytes(text: Text, logprob: float | None) -> dict[str, Any]:
+def _with_bytes(text: TokenText, logprob: float | None) -> dict[str, Any]:
     """The bytes of a name are not known."""
     return {"token": text.text, "logprob": logprob, "bytes": None if text.is_name else list(text.text.encode())}

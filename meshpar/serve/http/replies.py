@@ -39,7 +39,7 @@ async def complete(http: Request, answers: Answers) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Stream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Server-sent events: one for each piece that has text or ends an answer.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from meshpar.serve.answer import Answer, Finish, Piece
+from meshpar.serve.answer import Answer, AnswerPiece, Finish
 from meshpar.serve.http.logprobs import Texts
 from meshpar.serve.http.tools import Form, read_calls
 from meshpar.serve.service import Answers
@@ -50,7 +50,7 @@ class Shape(ABC):
         """A complete answer."""
 
     @abstractmethod
-    def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
+    def delta(self, piece: AnswerPiece, answers: Answers, num_sent: int) -> dict[str, Any]:
         """A piece of an answer, of which so many tokens were sent before."""
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class CompletionShape(Shape):
         logprobs = self.texts.completion(answer, prompt, self.echoes)
         return _completion(index, text, logprobs, FINISH[answer.finish])
 
-    def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
+    def delta(self, piece: AnswerPiece, answers: Answers, num_sent: int) -> dict[str, Any]:
         prompt = answers.requests[piece.row].prompt
         logprobs = self.texts.completion(answers.answers[piece.row], prompt, False, num_sent, piece.num_tokens)
         return _completion(piece.row, piece.text, logprobs, FINISH[piece.finish])
@@ -136,7 +136,7 @@ class ChatShape(Shape):
         logprobs = self.texts.chat(answer, answers.requests[index].prompt)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _finish(answer, calls)}
 
-    def delta(self, piece: Piece, answers: Answers, num_sent: int) -> dict[str, Any]:
+    def delta(self, piece: AnswerPiece, answers: Answers, num_sent: int) -> dict[str, Any]:
         answer, prompt = answers.answers[piece.row], answers.requests[piece.row].prompt
         logprobs = self.texts.chat(answer, prompt, num_sent, piece.num_tokens)
         if self.toolbox is None:

@@ -29,7 +29,7 @@ from meshpar.tree import flatten_with_paths, map_with_path
 
 
 @dataclass(frozen=True)
-class Copy:
+class WholeCopy:
     """A copy of which every part is intact on some host.
 
     Args:
@@ -111,7 +111,7 @@ class Copies:
             fix = f"free some memory, set {memory.MEMORY} to another folder, or leave checkpoints.memory_every out"
             raise CheckpointError(f"{what}; {fix}") from None
 
-    def newest(self, after: int) -> Copy | None:
+    def newest(self, after: int) -> WholeCopy | None:
         """The newest intact copy after a step; None if there is none. All others are removed.
 
         It warns about damaged files.
@@ -125,7 +125,7 @@ class Copies:
         memory.keep(current, {self._before})
         return found
 
-    def restore(self, copy: Copy) -> Any:
+    def restore(self, copy: WholeCopy) -> Any:
         """The state of the copy that `newest` found.
 
         Communication: if hosts lost their parts, these are sent to them; other processes send as many zeros.
@@ -159,7 +159,7 @@ class Copies:
         text = json.dumps({**self._fixed, "run": run}, sort_keys=True)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _agree(self, folder: Path, after: int) -> Copy | None:
+    def _agree(self, folder: Path, after: int) -> WholeCopy | None:
         """Selects the newest step of which every part is intact on some host. A damaged file counts as missing."""
         here = memory.parts(folder)
         while True:
@@ -167,7 +167,7 @@ class Copies:
             held = [{int(step): set(parts) for step, parts in json.loads(text).items()} for text in texts]
             steps = {step for each in held for step in each if step > after}
             found = (
-                Copy(folder, step, senders)
+                WholeCopy(folder, step, senders)
                 for step in sorted(steps, reverse=True)
                 if (senders := self._holders.senders([each.get(step, set()) for each in held])) is not None
             )
@@ -179,7 +179,7 @@ class Copies:
             if not any(map(json.loads, everyones(json.dumps(damaged)))):
                 return copy
 
-    def _reads(self, copy: Copy) -> set[int]:
+    def _reads(self, copy: WholeCopy) -> set[int]:
         """The parts that this process reads: its own part, if its host has a copy, and the part that it sends."""
         process = jax.process_index()
         wanted = [receiver for receiver, sender in copy.senders.items() if sender == process]
@@ -187,7 +187,7 @@ class Copies:
             wanted.append(process)
         return {self._holders.parts[other] for other in wanted}
 
-    def _is_whole(self, copy: Copy, part: int) -> bool:
+    def _is_whole(self, copy: WholeCopy, part: int) -> bool:
         try:
             self._read(copy, part)
         except DamagedError as error:
@@ -195,7 +195,7 @@ class Copies:
             return False
         return True
 
-    def _read(self, copy: Copy, part: int) -> Part:
+    def _read(self, copy: WholeCopy, part: int) -> Part:
         return self.layout.parsed(memory.read(copy.folder / f"{copy.step}.{part}"), part)
 
     def _write(self, folder: Path, step: int, before: int | None, written: Mapping[int, Part]) -> None:
@@ -220,7 +220,7 @@ class CopiedBeginning:
     """The first state of a training that resumes from a copy."""
 
     copies: Copies
-    copy: Copy
+    copy: WholeCopy
 
     def state(self) -> Any:
         return self.copies.restore(self.copy)
