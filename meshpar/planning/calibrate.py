@@ -12,10 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -131,14 +133,14 @@ def _num_cores() -> int:
 
 
 def _medians(programs: Mapping[Key, Program], num_rounds: int, num_before: int = 0) -> dict[Key, float]:
-    """Median seconds of programs that run in turn.
+    """Median seconds of programs that run in turn, from the largest down: after it the smallest would fill caches anew.
 
     Args:
       num_before: how often each runs before it is timed.
     """
     found: dict[Key, list[float]] = {key: [] for key in programs}
     for _ in range(num_rounds):
-        for key, program in programs.items():
+        for key, program in sorted(programs.items(), key=itemgetter(0), reverse=True):
             for _ in range(num_before):
                 jax.block_until_ready(program())
             start = _cpu_s()
@@ -165,8 +167,16 @@ def _differences(programs: Mapping[tuple[float, int], Program], num_rounds: int)
     for size, count in sorted(programs):
         if count > 1:
             seconds = (iteration_s[size, count] - iteration_s[size, 1]) / (count - 1)
-            points.append(Point(size=size, seconds=max(seconds, LEAST_S)))
-    return tuple(points), max(0.0, iteration_s[points[0].size, 1] - points[0].seconds)
+            points.append((size, max(seconds, LEAST_S)))
+    found = _rising(points)
+    return found, max(0.0, iteration_s[found[0].size, 1] - found[0].seconds)
+
+
+def _rising(points: Iterable[tuple[float, float]]) -> tuple[Point, ...]:
+    """The times by size. A larger size takes no less, and other work on the machine makes times only longer."""
+    sizes, seconds = zip(*sorted(points), strict=True)
+    least = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+    return tuple(Point(size=size, seconds=one) for size, one in zip(sizes, least, strict=True))
 
 
 def _times(programs: Mapping[float, Program], num_rounds: int, loop_s: float) -> tuple[Point, ...]:
@@ -176,8 +186,8 @@ def _times(programs: Mapping[float, Program], num_rounds: int, loop_s: float) ->
       loop_s: seconds of an iteration of the loop that repeats the operation, without the operation.
     """
     medians = _medians(programs, num_rounds)
-    each = {size: total / REPEATS for size, total in sorted(medians.items())}
-    return tuple(Point(size=size, seconds=max(one - loop_s, one / 10)) for size, one in each.items())
+    each = {size: total / REPEATS for size, total in medians.items()}
+    return _rising((size, max(one - loop_s, one / 10)) for size, one in each.items())
 
 
 def _function_times(
@@ -205,7 +215,7 @@ def _new_memory(sizes: Iterable[int], num_rounds: int) -> tuple[Point, ...]:
             programs[float(size), is_new] = _writing(size // 4, is_new)
     medians = _medians(programs, num_rounds, num_before=RUNS_BEFORE)
     found = {size: medians[size, True] - medians[size, False] for size, is_new in medians if is_new}
-    return tuple(Point(size=size, seconds=max(found[size], LEAST_S)) for size in sorted(found))
+    return _rising((size, max(seconds, LEAST_S)) for size, seconds in found.items())
 
 
 def _writing(num_floats: int, is_new: bool) -> Program:
