@@ -57,6 +57,7 @@ from .interop.family_model import FamilyModel
 from .interop.flax_model import Import
 from .interop.imported_callback import ImportedCallback
 from .interop.imported_data import ImportedData
+from .interop.inferred import infer_dims
 from .interop.layers import layers
 from .interop.training import training
 from .launch.elastic import Elastic
@@ -86,7 +87,6 @@ from .parallel.pipeline.schedule import (
     ZeroBubbleH2,
 )
 from .parallel.strategies import ContextParallel, ExpertParallel, FullySharded, Parallel, TensorParallel
-from .partition.inferred import infer_dims
 from .partition.partitioned import partitioned
 from .planning.plan import Plan, plan
 from .records.loggers import MLflow, Prometheus, TensorBoard, WandB

@@ -16,6 +16,7 @@ from meshpar.errors import ConfigError
 from meshpar.interop import explicit, undeclared
 from meshpar.interop.declared import declared_dims, flax_rules, lazily, unboxed
 from meshpar.interop.losses import explained
+from meshpar.interop.modes import mode
 from meshpar.sharding.spec import ArraySpec
 
 Apply = Callable[[Any, jax.Array], jax.Array]
@@ -149,7 +150,9 @@ def _sharded(model: Causal, params: Any, specs: Any) -> list[Any]:
 def linen_dims(module: nn.Module) -> dict[str, tuple[str | None, ...]]:
     """The names of dims that a Linen module declares: parameters of a training have none of its boxes any more."""
     try:
-        made = jax.eval_shape(lazily(lambda key: module.init(key, jnp.zeros((1, 1), jnp.int32))), jax.random.key(0))
+        made = jax.eval_shape(
+            lazily(lambda key: module.init(key, jnp.zeros((1, 1), jnp.int32), **mode(module, False))), jax.random.key(0)
+        )
     except TypeError:  # it takes more than tokens, which `logits_of` reports
         return {}
     return declared_dims(made["params"])
@@ -163,7 +166,8 @@ def linen_functions(module: nn.Module, decoder: nn.Module | None = None) -> tupl
 
 
 def _linen_apply(module: nn.Module) -> Apply:
-    return lambda params, tokens: module.apply({"params": params}, tokens)  # pyright: ignore[reportReturnType]
+    evaluates = mode(module, is_training=False)
+    return lambda params, tokens: module.apply({"params": params}, tokens, **evaluates)  # pyright: ignore[reportReturnType]
 
 
 def _linen_decoding(module: nn.Module, decoder: nn.Module | None) -> Decoding | None:
@@ -197,14 +201,16 @@ class _Collection:
     module: nn.Module
 
     def init_cache(self, params: Any, batch_size: int, length: int) -> Any:
-        made = self.module.init(jax.random.key(0), jnp.zeros((batch_size, length), jnp.int32))
+        tokens = jnp.zeros((batch_size, length), jnp.int32)
+        made = self.module.init(jax.random.key(0), tokens, **mode(self.module, is_training=False))
         if "cache" not in made:
             what = f"{type(self.module).__name__} makes no collection 'cache' with decode=True"
             raise ConfigError(f"{what}; pass decode to its attention, or CausalModel.of(..., cache=False)")
         return unboxed(made["cache"])
 
     def decode(self, params: Any, tokens: jax.Array, cache: Any) -> Any:
-        logits, changed = self.module.apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
+        state, evaluates = {"params": params, "cache": cache}, mode(self.module, is_training=False)
+        logits, changed = self.module.apply(state, tokens, mutable=["cache"], **evaluates)
         return logits, changed["cache"]
 
 
@@ -231,7 +237,8 @@ def nnx_functions(graph: Any, params: Any, others: Any) -> tuple[Apply, Decoding
         return made
 
     def apply(params: Any, tokens: jax.Array) -> jax.Array:
-        return merged(params)(tokens)
+        model = merged(params)
+        return model(tokens, **mode(model, is_training=False))
 
     return apply, _nnx_decoding(merged(params), merged)
 
@@ -280,5 +287,5 @@ class _Variables:
         state = nnx.state(model, nnx.Cache)
         nnx.replace_by_pure_dict(state, cache)
         nnx.update(model, state)
-        logits = model(tokens)
+        logits = model(tokens, **mode(model, is_training=False))
         return logits, nnx.to_pure_dict(nnx.state(model, nnx.Cache))

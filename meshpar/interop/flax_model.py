@@ -20,8 +20,10 @@ from meshpar.interop import user_code
 from meshpar.interop.adapters import Adapters, with_rank
 from meshpar.interop.causal import Causal, linen_functions, nnx_functions
 from meshpar.interop.declared import changing, lazily, unboxed
+from meshpar.interop.inferred import INFER, OF_SHARDS, with_inferred
 from meshpar.interop.kinds import kinds_of
 from meshpar.interop.losses import on_batch, takes, with_loss_sums
+from meshpar.interop.modes import mode
 from meshpar.interop.module import functions
 from meshpar.interop.named_loss import ModelCall
 from meshpar.interop.specs import Init, arrays_of, check_axes, specs_of, with_axes
@@ -33,6 +35,7 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 from meshpar.train.tasks import NamedLoss
 from meshpar.train.training import step_key
+from meshpar.tree import flatten_with_paths
 
 
 class Import(ModelContract):
@@ -48,8 +51,9 @@ class Import(ModelContract):
     that returns one, which are called with `rngs`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that function."""
-    dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Path glob -> a name for each dim of the parameters that it matches. Overrides the model's declarations."""
+    dims: dict[str, tuple[str, ...]] | Literal["infer"] = Field(default_factory=dict)
+    """Path glob -> a name for each dim of the parameters that it matches. Overrides the model's declarations. Or
+    `infer`: parameters for which the model declares no names get those of their use in the loss, see `infer_dims`."""
     activation_dims: Strings = default(())
     """Names of dims that only activations have. Rules may use them."""
     axes: dict[str, str] = Field(default_factory=dict)
@@ -95,11 +99,16 @@ class Import(ModelContract):
         arrays = self.batch_specs(1, task.seq_len) if task.arrays is None else one_row(task.arrays)
         with user_code.blamed(self.target):
             user = self._functions(task, arrays)
-            specs, carried, keys = specs_of(user.init, user.carried, task.seed, self.dims, self.axes)
+            dims = {} if self.dims == INFER else self.dims
+            specs, carried, keys = specs_of(user.init, user.carried, task.seed, dims, self.axes)
+        key = jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None
+        as_sums = partial(with_loss_sums, carries=bool(carried), keys=keys, axes=self.axes)
+        if self.dims == INFER:
+            specs = with_inferred(as_sums(user.loss, (specs, arrays, carried)), specs, arrays, key, carried)
         specs = with_largest(specs, task.rules, task.mesh) if task.mesh else specs
         on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
         given = {"specs": (specs, arrays, carried), "carries": bool(carried), "keys": keys, "axes": self.axes}
-        as_sums = partial(with_loss_sums, **given)
+        as_sums = partial(as_sums, specs=given["specs"])
         init, rules = arrays_of(user.init, self.axes), with_axes(task.rules, self.axes, (specs, carried))
         sums = as_sums(on_shards(user.loss))
         is_next_token = task.loss.target is None and task.named is None
@@ -107,7 +116,6 @@ class Import(ModelContract):
         of_rows = user.of_rows and on_batch(user.of_rows, **given)
         merged = None
         if task.adapter:
-            key = jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None
             kinds = kinds_of(sums, specs, arrays, key, carried)
             adapters = Adapters.of(task.adapter, specs, kinds)
             specs, init, rules = adapters.specs(specs), adapters.init(init), with_rank(rules)
@@ -140,7 +148,7 @@ class Import(ModelContract):
         own = None if target is None else user_code.load(target)
         if task.named:
             return _of_named(self, task.named, arrays)
-        if own is not None and task.arrays is not None and is_model_loss(own):
+        if own is not None and is_model_loss(own):
             return _of_module(self, own, arrays)
         if task.arrays is not None:
             name = (target or "").rpartition(":")[2] or "loss"
@@ -152,7 +160,7 @@ class Import(ModelContract):
         carries = bool(jax.tree.leaves(structs))
         if target is None:
             loss, evaluation = self._next_token_losses(user, task, structs if carries else {})
-            return _Functions(init, carried, loss, evaluation, draws=False)
+            return _Functions(init, carried, loss, evaluation, draws=user.draws)
         loss = _own(target, user.module, carries)
         return _Functions(init, carried, loss, loss, draws=True)
 
@@ -163,6 +171,10 @@ class Import(ModelContract):
         if task.named and self.manual:
             what = "a loss by name is written for whole arrays, and this model for local shards"
             problems.add("model.manual", what, "model.manual=false, or a loss of your own")
+        if self.dims == INFER and self.manual:
+            problems.add(
+                "model.dims = infer", OF_SHARDS, "model.manual=false, or names, model.dims={up.kernel: [embed, mlp]}"
+            )
         if self.inputs and not task.named:
             what = "a loss of your own, and that of the next token, call the model themselves"
             problems.add("model.inputs", what, "no model.inputs, or a loss by name, loss=classify")
@@ -178,6 +190,13 @@ class Import(ModelContract):
             )
             fix = "data.documents_in_row=joined, or a loss of your own, which may read batch['segments']"
             problems.add("data.documents_in_row = separate", what, fix)
+
+    def names(self, task: Task) -> Mapping[str, tuple[str, ...]]:
+        """`dims`; if they are inferred, those of each parameter."""
+        if self.dims != INFER:
+            return self.dims
+        specs = self.program(replace(task, adapter=None)).specs
+        return {path.removesuffix(".value"): spec.dims for path, spec in flatten_with_paths(specs).items()}
 
     def causal(self, seq_len: int) -> tuple[Causal, Init]:
         """The functions with which the model generates, and its init.
@@ -251,13 +270,15 @@ class _Model:
       module: the Linen module, or the `GraphDef` of the NNX module.
       init: key -> parameters.
       carried: key -> the initial state that the forward changes, such as batch statistics.
-      apply: (params, carried, arrays of the call, is_training) -> logits, and the next `carried`.
+      apply: (params, carried, arrays of the call, is_training, key) -> logits, and the next `carried`.
+      draws: whether a step gives it a key, as Linen's dropout needs. NNX has keys of its own.
     """
 
     module: Any
     init: Init
     carried: Init
-    apply: Callable[[Any, Any, Sequence[jax.Array], bool], tuple[jax.Array, Any]]
+    apply: Callable[..., tuple[jax.Array, Any]]
+    draws: bool = False
 
 
 def _as_is(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,7 +303,7 @@ def _next_token(model: Import, user: _Model, build: Callable[..., Loss], is_trai
     def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any = None) -> LossSums:
         with user_code.blamed(model.target):
             inputs = [batch[name] for name in model.called_with]
-            logits, after = user.apply(params, carried or {}, inputs, is_training)
+            logits, after = user.apply(params, carried or {}, inputs, is_training, key)
         sums = build(lambda params, batch, key: logits)(params, batch, key, {})
         return replace(sums, carried=after)
 
@@ -295,7 +316,8 @@ def _own(target: str, module: Any, carries: bool) -> Callable[..., Any]:
     arguments = ("model", "params", "batch", "key", *(["carried"] if carries else []))
     if not takes(user_loss, len(arguments)):
         name = target.rpartition(":")[2]
-        raise ConfigError(f"{target} is called with {len(arguments)} arguments; def {name}({', '.join(arguments)})")
+        fix = f"def {name}({', '.join(arguments)}), or def {name}(model, batch, key)"
+        raise ConfigError(f"{target} is called with {len(arguments)} arguments; {fix}")
 
     def loss(*arguments: Any) -> Any:
         with user_code.blamed(target):
@@ -311,7 +333,8 @@ def one_row(arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
 
 def is_model_loss(loss: Callable[..., Any]) -> bool:
     """Whether a loss is one of `training`'s: (model, batch), or (model, batch, key)."""
-    return takes(loss, 2) or takes(loss, 3)
+    names = [*signature(loss).parameters]
+    return (takes(loss, 2) or takes(loss, 3)) and not takes(loss, 4) and names[1:2] != ["params"]
 
 
 def _of_module(model: Import, loss: Callable[..., Any], arrays: Mapping[str, ArraySpec]) -> _Functions:
@@ -385,15 +408,20 @@ def _of_linen(module: nn.Module, seq_len: int) -> _Model:
     tokens = jnp.zeros((1, seq_len), jnp.int32)
 
     def variables(key: jax.Array) -> dict[str, Any]:
-        return dict(module.init(key, tokens))
+        return dict(module.init(key, tokens, **mode(module, is_training=False)))
 
     def carried(key: jax.Array) -> dict[str, Any]:
         return {name: value for name, value in variables(key).items() if name != "params"}
 
-    def apply(params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool) -> tuple[jax.Array, Any]:
-        return module.apply({"params": params}, *inputs), carried  # pyright: ignore
+    def apply(
+        params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool, key: Any = None
+    ) -> tuple[jax.Array, Any]:
+        more: dict[str, Any] = mode(module, is_training)
+        more |= {"rngs": {"dropout": key}} if is_training and draws else {}
+        return module.apply({"params": params}, *inputs, **more), carried  # pyright: ignore
 
-    return _Model(module, lambda key: variables(key)["params"], carried, apply)
+    draws = bool(mode(module, is_training=True))
+    return _Model(module, lambda key: variables(key)["params"], carried, apply, draws)
 
 
 def _of_nnx(build: Callable[..., nnx.Module]) -> _Model:
@@ -406,13 +434,15 @@ def _of_nnx(build: Callable[..., nnx.Module]) -> _Model:
     def carried(key: jax.Array) -> Any:
         return nnx.state(build(rngs=nnx.Rngs(key)), nnx.Not(nnx.Param)) or {}
 
-    def apply(params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool) -> tuple[jax.Array, Any]:
+    def apply(
+        params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool, key: Any = None
+    ) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, carried) if carried else nnx.merge(graph, params)
         if is_training:
             model.train()
         else:
             model.eval()
-        logits = model(*inputs)  # pyright: ignore
+        logits = model(*inputs, **mode(model, is_training))  # pyright: ignore
         return logits, nnx.state(model, nnx.Not(nnx.Param)) if carried else carried
 
     return _Model(graph, init, carried, apply)

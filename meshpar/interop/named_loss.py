@@ -13,15 +13,11 @@ from flax import nnx
 
 from meshpar.data.rows.spec import COUNTED
 from meshpar.errors import ConfigError, Problems, suggestion
+from meshpar.interop.modes import IF_TRAINING
 from meshpar.train.loss import Batch, LossSums
 from meshpar.train.tasks import NamedLoss
 
 Spec = TypeVar("Spec")
-
-IF_TRAINING = {
-    "train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False,
-}  # fmt: skip
-"""Parameter of a model's call that says whether it trains -> its value in a training; the opposite in an evaluation."""
 
 
 @dataclass(frozen=True)

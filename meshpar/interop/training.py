@@ -15,6 +15,7 @@ import optax
 
 from meshpar.errors import ConfigError, Problem, Problems, suggestion
 from meshpar.interop.adapters import Adapters, with_rank
+from meshpar.interop.inferred import INFER, OF_SHARDS, with_inferred
 from meshpar.interop.kinds import kinds_of
 from meshpar.interop.losses import takes, with_loss_sums
 from meshpar.interop.module import functions, is_module
@@ -72,7 +73,7 @@ def training(
     *,
     mesh: MeshLayout | AnyMesh | dict[str, Any] | str,
     rules: AxisRules | Sequence[str] | dict[str, Any] | str,
-    dims: Dims | None = None,
+    dims: Dims | Literal["infer"] | None = None,
     batch_dims: Dims | None = None,
     activation_dims: Sequence[str] = (),
     axes: Mapping[str, str] | None = None,
@@ -119,7 +120,8 @@ def training(
       rules: dim -> mesh axes, or the names of presets. The rule `largest=[axes]` shards the largest dim of each
         parameter without names that the axes divide, as PyTorch's FSDP does; `unnamed=[]` replicates such parameters.
       dims: path glob -> a name for each dim of the arrays that it matches. The first match applies, and overrides the
-        model's declaration. A dim without a name is called `unnamed`.
+        model's declaration. A dim without a name is called `unnamed`. Or `infer`: parameters for which the model
+        declares no names get those that `infer_dims` returns.
       batch_dims: array of the batch -> a name for each of its dims; by default only the first dim is sharded, as
         `batch`.
       activation_dims: names of dims that only activations have, in `with_logical_constraint`. Rules use them.
@@ -178,7 +180,8 @@ def training(
     rules = AxisRules.model_validate(rules)
     check_axes(axes or {})
     _check_activation_dims(activation_dims, rules)
-    dims, batch_dims = check_names(dims=dims, batch_dims=batch_dims)
+    infers = isinstance(dims, str) and dims == INFER
+    dims, batch_dims = check_names(dims=None if infers else dims, batch_dims=batch_dims)
     ctx = ParallelContext(
         mesh=on,
         rules=rules,
@@ -202,16 +205,18 @@ def training(
         master_dtype=master_dtype, rounding=rounding, compute_dtype=compute_dtype, seed=seed,
     )  # fmt: skip
     check_partitioned(ctx, manual)
-    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual, given)
+    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual, given, infers)
     specs, carried_specs, keys = specs_of(init, carried, seed, dims, axes)
     if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
-    specs = with_largest(specs if params_dtype is None else stored_in(specs, np.dtype(params_dtype)), rules, on)
     key = partial(step_key, seed) if draws else None
     arrays = batch_specs(batch, batch_dims, ctx)
-    as_sums = partial(
-        with_loss_sums, specs=(specs, arrays, carried_specs), carries=carried is not None, keys=keys, axes=axes
-    )
+    as_sums = partial(with_loss_sums, carries=carried is not None, keys=keys, axes=axes)
+    if infers:
+        sums = as_sums(loss, (specs, arrays, carried_specs))
+        specs = with_inferred(sums, specs, arrays, key and jax.eval_shape(key, 0), carried_specs)
+    specs = with_largest(specs if params_dtype is None else stored_in(specs, np.dtype(params_dtype)), rules, on)
+    as_sums = partial(as_sums, specs=(specs, arrays, carried_specs))
     sums = as_sums(loss)
     evaluated = evaluation and as_sums(evaluation, returns_carried=False)
     first, kinds = arrays_of(init, axes), None
@@ -267,9 +272,12 @@ def _check_module_arguments(carried: Any, draws: bool) -> None:
 
 
 def _check_arguments(
-    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool, given: Options
-) -> None:
+    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool,
+    given: Options, infers: bool,
+) -> None:  # fmt: skip
     problems = Problems()
+    if infers and is_local:
+        problems.add("dims='infer'", OF_SHARDS, "manual=False, or names, dims={'up.kernel': ('embed', 'mlp')}")
     arguments = ("params", "batch", "key", *(["carried"] if carries else []))
     for name, loss in losses.items():
         if loss and not takes(loss, len(arguments)):

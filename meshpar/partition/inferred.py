@@ -30,33 +30,19 @@ RESIDUAL = "embed"
 STACKED = "layers"
 
 
-def infer_dims(params: Any, loss: Callable[..., Any], batch: Mapping[str, Any], key: jax.Array | None = None) -> Dims:
-    """Infers a name for each dim of the parameters, to pass as `dims` of `training`, or `model.dims` of a config.
+def inferred_dims(
+    params: Any, loss: Callable[..., Any], batch: Mapping[str, Any], key: jax.Array | None = None, carried: Any = None
+) -> Dims:
+    """Infers a name for each dim of the parameters, see `interop.inferred.infer_dims`.
 
     Args:
-      params: a tree of arrays or structs, without Flax's boxes.
-      loss: (params, batch, key) -> a mean, as `training` takes it, without carried state.
-      batch: an example batch: name -> array or struct.
-      key: what the loss draws from; None if it draws nothing.
-
-    Returns:
-      Path -> `mlp` for dims that tensor parallelism shards, in pairs of a product that grows a dim and one that shrinks
-      it; `embed` for those of the residual stream; `layers` for the dim of a stack that a loop scans; else `unnamed`.
+      loss: (params, batch, key), or with carried state (params, batch, key, carried).
 
     Raises:
       ConfigError: no product grows a dim that another one shrinks.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> params = {"up": jnp.ones((8, 32)), "bias": jnp.ones(32), "down": jnp.ones((32, 8))}
-      >>> def loss(params, batch, key):
-      ...     hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"])
-      ...     return jnp.square(hidden @ params["down"] - batch["x"]).mean()
-      >>> infer_dims(params, loss, {"x": jnp.ones((4, 8))})
-      {'bias': ('mlp',), 'down': ('mlp', 'unnamed'), 'up': ('unnamed', 'mlp')}
     """
     paths = flatten_with_paths(params)
-    found = _observed(params, loss, batch, key)
+    found = _observed(params, loss, batch, key, carried)
     classes = _classes(found)
     pairs = {c for c, roles in classes.items() if {"grown", "shrunk"} <= roles.kinds and "between" not in roles.kinds}
     sizes = {c: len(roles.params) for c, roles in classes.items()}
@@ -166,9 +152,9 @@ def _name(path: str, dim: int) -> str:
     return f"{path}:{dim}"
 
 
-def _observed(params: Any, loss: Callable[..., Any], batch: Mapping[str, Any], key: Any) -> _Observed:
+def _observed(params: Any, loss: Callable[..., Any], batch: Mapping[str, Any], key: Any, carried: Any) -> _Observed:
     """Plans a loss on one device, where each dim of a parameter has a name of its own."""
-    arguments = (params, dict(batch), key)
+    arguments = (params, dict(batch), key, *([] if carried is None else [carried]))
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(arguments)]
     tree = jax.tree.structure(arguments)
     closed = jax.make_jaxpr(lambda *leaves: loss(*jax.tree.unflatten(tree, leaves)))(*structs)

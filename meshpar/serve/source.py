@@ -20,6 +20,7 @@ from meshpar.data.special_tokens import FILES, end_ids
 from meshpar.data.tokenizer import Ids, Tokenizer, TokenizerFile
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run, load, permit_code
+from meshpar.experiment.validate import task_of
 from meshpar.interop.flax_model import Import
 from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
 from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint
@@ -86,7 +87,7 @@ class Source:
             raise ConfigError(f"precision.cache: {what}; precision.cache=null")
         functions, init = run.model.causal(run.data.seq_len)
         return CausalModel(
-            functions=functions, params=None, mesh=run.mesh, rules=run.rules, dims=run.model.dims,
+            functions=functions, params=None, mesh=run.mesh, rules=run.rules, dims=run.model.names(task_of(run)),
             lowering=run.lowering, dtype=np.dtype(run.precision.params), compute_dtype=np.dtype(run.precision.compute),
             tokenizer=self.tokenizer, ends=self.ends, init=init, load=self.restore,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from flax import nnx
 
 from meshpar import AxisRules, MeshLayout, infer_dims, training
 from meshpar.cost.traced import traced_collectives, traffic
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, ShardingError
 from meshpar.interop.declared import declared_dims
 from meshpar.partition.inferred import _Observed
 from tests.zoo import MODELS
@@ -60,6 +60,52 @@ def inferred(name):
     zoo = MODELS[name]()
     key = jax.random.key(0) if zoo.draws else None
     return zoo, infer_dims(first(zoo.init, jax.random.key(0)), zoo.loss, zoo.batch, key)
+
+
+class Regularized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(32, name="up")(x))
+        x = nn.Dense(8, name="down")(nn.Dropout(0.1, deterministic=not train)(nn.relu(x)))
+        return x * self.param("scale", nn.with_logical_partitioning(nn.initializers.ones, ("own",)), (8,))
+
+
+@pytest.mark.parametrize("make", [Regularized, lambda: Variables], ids=["linen", "nnx"])
+def test_a_training_infers_the_names_of_a_module_that_declares_none(make):
+    batch = {"x": jnp.ones((8, 8))}
+
+    def loss(model, batch, key):
+        more = {"rngs": {"dropout": key}} if make is Regularized else {}
+        return jnp.square(model(batch["x"], **more)).mean()
+
+    names = infer_dims(make(), loss, batch)
+    assert names["up.kernel"] == ("unnamed", "mlp")
+    own = {"own": ("tensor",)} if make is Regularized else {}
+    rules = AxisRules(preset="megatron", unnamed=(), **own)
+
+    def made(dims):
+        return training(make(), loss, optax.sgd(0.1), batch, mesh="data=4 tensor=2", rules=rules, dims=dims).placement
+
+    kept = {path: dims for path, dims in names.items() if path != "scale"}
+    assert made("infer").dims == made(kept).dims
+    if make is Regularized:
+        assert made("infer").params["scale"].spec.dims == ("own",)
+        return
+    with pytest.raises(ShardingError, match="nothing in the model has the dim"):
+        made(None)
+
+
+def test_names_cannot_be_inferred_for_local_shards_or_from_another_word():
+    def made(**more):
+        return training(
+            Variables, lambda model, batch: model(batch["x"]).mean(), optax.sgd(0.1), {"x": jnp.ones((8, 8))},
+            mesh="data=8", rules="megatron", **more,
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"dims='infer'\n    a loss for local shards .*\n    manual=False"):
+        made(dims="infer", manual=True)
+    with pytest.raises(ConfigError, match=r"dims\n    is 'inferred', and each array has names of its own"):
+        made(dims="inferred")
 
 
 @pytest.mark.parametrize("name", ["llama", "lm1b_linen"])

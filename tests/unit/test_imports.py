@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshpar import generate
+from meshpar import MeshLayout, generate, prepare
 from meshpar.experiment import mfu
+from meshpar.experiment.config import load
+from meshpar.experiment.validate import task_of
 from meshpar.interop import user_code
 from meshpar.mesh.hardware import Chip
 from meshpar.planning.plan import plan
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.source import open_source
-from meshpar.train.program import on_host
+from meshpar.train.program import on_host, with_rows
 from meshpar.tree import human_flops
 from tests.serve.client import serving
 
@@ -46,6 +48,22 @@ class Own(nn.Module):
         if self.batch_norm:
             x = nn.BatchNorm(use_running_average=not self.is_mutable_collection("batch_stats"))(x)
         return nn.Dense(64)(nn.gelu(x))
+
+
+class Published(nn.Module):
+    # As public models are: its dims have no names, and an argument of its call says whether it trains.
+    rate: float = 0.5
+
+    @nn.compact
+    def __call__(self, inputs, train):
+        x = nn.Embed(64, 16)(inputs)
+        hidden = nn.Dropout(self.rate, deterministic=not train)(nn.gelu(nn.Dense(32, name="up")(x)))
+        return nn.Dense(64)(x + nn.Dense(16, name="down")(hidden))
+
+
+def of_model(model, batch, key):
+    logits = model(batch["tokens"], train=True, rngs={"dropout": key})
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["targets"], 0)).mean()
 
 
 class Looping(nn.Module):
@@ -239,6 +257,32 @@ def test_a_linen_model_trains_and_resumes(meshpar):
 def test_the_loss_of_an_imported_model_reports_metrics(meshpar):
     _, output = meshpar("train", "config.yaml", "loss=own_model:loss", "--json")
     assert all(r["largest"] > 0 for r in records(output, "train") + records(output, "evaluation"))
+
+
+PUBLISHED = ["model.target=own_model:Published", "model.dims=infer"]
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.0])
+def test_a_published_decoder_drops_in_training_alone(rate):
+    """With the rate 0, the negative control, keys change nothing."""
+    run = load("config.yaml", [*PUBLISHED, f"model.arguments={{rate: {rate}}}"])
+    made = prepare(run, MeshLayout(data=2, fsdp=2, tensor=2).abstract())
+    assert "tensor" in str(made.placement.params["up"]["kernel"].pspec)
+    assert run.model.names(task_of(run))["up.kernel"] == ("embed", "mlp")
+    params = made.init(jax.random.key(0))
+    rows = with_rows({name: jnp.ones(x.shape, x.dtype) for name, x in made.batch.items()})
+    losses = {float(made.loss(params, rows, jax.random.key(i), {}).loss) for i in (1, 2)}
+    assert len(losses) == (2 if rate else 1)
+    assert (float(made.evaluation(params, rows, None, {}).loss) in losses) == (not rate)
+    generating, _ = run.model.causal(8)
+    plain = importlib.import_module("own_model").Published().apply({"params": params}, rows["tokens"], train=False)
+    assert (generating.apply(params, rows["tokens"]) == plain).all()
+
+
+def test_tokens_too_may_have_a_loss_of_the_model():
+    made = prepare(load("config.yaml", [*PUBLISHED, "loss=own_model:of_model"]), MeshLayout(tensor=2).abstract())
+    assert made.key is not None
+    assert "tensor" in str(made.placement.params["down"]["kernel"].pspec)
 
 
 @pytest.mark.sample(1)
