@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core.scope import in_filter, union_filters
 
 from meshpar.errors import ConfigError
 from meshpar.train.loss import LossSums
@@ -80,49 +81,77 @@ def _with_carried(result: Any, carried: Any) -> Any:
 
 
 def _of_linen(module: nn.Module, loss: ModelLoss, evaluation: ModelLoss, batch: Mapping[str, Any]) -> Functions:
+    example = {name: jnp.asarray(x) for name, x in batch.items()}
+
     def variables(key: jax.Array) -> dict[str, Any]:
         found: dict[str, Any] = {}
 
-        def model(*args: Any, **kwargs: Any) -> Any:
+        def model(*args: Any, mutable: Any = False, **kwargs: Any) -> Any:
             if found:  # a second call, such as that of a teacher
-                return module.apply(found, *args, **kwargs, mutable=nn.DenyList("params"))[0]
+                return _applied(module, found, {}, mutable, args, kwargs)
             rngs = {"params": key} | kwargs.pop("rngs", {})
-            out, new = module.init_with_output(rngs, *args, **kwargs)
-            found.update(new)
-            return out
+            kept = union_filters(nn.DenyList("intermediates"), mutable)
+            out, new = module.init_with_output(rngs, *args, **kwargs, mutable=kept)
+            found.update({name: value for name, value in new.items() if name != "intermediates"})
+            return (out, _asked(new, mutable)) if mutable else out
 
-        _called(loss, model, {name: jnp.asarray(x) for name, x in batch.items()}, key)
+        _called(loss, model, example, key)
         if "params" not in found:
             raise ConfigError("loss: it does not call its model, so that the model has no parameters")
         return found
 
     def others(key: jax.Array) -> dict[str, Any]:
-        return {name: value for name, value in variables(key).items() if name != "params"}
+        return {name: value for name, value in variables(key).items() if name in changing}
 
-    changes = bool(jax.eval_shape(others, jax.random.key(0)))
+    changing = _changing(variables, partial(_called, loss), module, example)
 
     def apply(params: Any, state: dict[str, Any], is_training: bool) -> Callable[..., Any]:
-        def model(*args: Any, **kwargs: Any) -> Any:
+        def model(*args: Any, mutable: Any = False, **kwargs: Any) -> Any:
             held = {"params": params, **state}
-            if not (state and is_training):
-                return module.apply(held, *args, **kwargs)
-            out, new = module.apply(held, *args, **kwargs, mutable=list(state))
-            state.update(new)
-            return out
+            return _applied(module, held, state if is_training else {}, mutable, args, kwargs)
 
         return model
 
     def trained(params: Any, batch: Any, key: Any, carried: Any = None) -> Any:
         state = dict(carried or {})
         result = _called(loss, apply(params, state, True), batch, key)
-        return _with_carried(result, state) if changes else result
+        return _with_carried(result, state) if changing else result
 
     def evaluated(params: Any, batch: Any, key: Any, carried: Any = None) -> Any:
         return _called(evaluation, apply(params, dict(carried or {}), False), batch, key)
 
     draws = len(_parameters(loss)) == 3
-    first = (lambda key: variables(key)["params"]), (others if changes else None)
+    first = (lambda key: variables(key)["params"]), (others if changing else None)
     return Functions(first[0], trained, evaluated, first[1], draws)
+
+
+def _applied(module: nn.Module, held: Any, state: dict[str, Any], mutable: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a Linen module, and updates `state`. With `mutable` it also returns these collections, as Flax does."""
+    if not state and not mutable:
+        return module.apply(held, *args, **kwargs)
+    out, new = module.apply(held, *args, **kwargs, mutable=union_filters(list(state), mutable))
+    state.update({name: new[name] for name in state})
+    return (out, _asked(new, mutable)) if mutable else out
+
+
+def _asked(collections: Mapping[str, Any], mutable: Any) -> dict[str, Any]:
+    return {name: value for name, value in collections.items() if in_filter(mutable, name)}
+
+
+def _changing(variables: Callable[..., Any], call: Callable[..., Any], module: nn.Module, batch: Any) -> frozenset[str]:
+    """The collections that the forward changes. What it sows is none of them: each call would add to it."""
+    key = jax.random.key(0)
+    first = jax.eval_shape(variables, key)
+    if not {*first} - {"params"}:
+        return frozenset()
+
+    def after(held: Any) -> Any:
+        state = {name: value for name, value in held.items() if name != "params"}
+        call(lambda *args, mutable=False, **kwargs: _applied(module, held, state, mutable, args, kwargs), batch, key)
+        return state
+
+    then = jax.eval_shape(after, first)
+    return frozenset(name for name in then if jax.tree.structure(then[name]) == jax.tree.structure(first[name]))
 
 
 def _of_nnx(module: Any, loss: ModelLoss, evaluation: ModelLoss, batch: Mapping[str, Any]) -> Functions:
@@ -143,7 +172,7 @@ def _of_nnx(module: Any, loss: ModelLoss, evaluation: ModelLoss, batch: Mapping[
         model = merged(params, carried)
         model.train()
         result = _called(loss, model, batch, key)
-        return _with_carried(result, nnx.state(model, nnx.Not(nnx.Param))) if changes else result
+        return _with_carried(result, _without_sown(model, state)) if changes else result
 
     def evaluated(params: Any, batch: Any, key: Any, carried: Any = None) -> Any:
         model = merged(params, carried)
@@ -155,3 +184,11 @@ def _of_nnx(module: Any, loss: ModelLoss, evaluation: ModelLoss, batch: Mapping[
 
     draws = len(_parameters(loss)) == 3
     return Functions(first(nnx.Param), trained, evaluated, first(nnx.Not(nnx.Param)) if changes else None, draws)
+
+
+def _without_sown(model: nnx.Module, first: Any) -> Any:
+    """The state of a model beside its parameters, without what its forward sowed: `Intermediate`s that are new."""
+    known = {path for path, _ in nnx.to_flat_state(first)}
+    state = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
+    kept = [(path, x) for path, x in state if path in known or not isinstance(x, nnx.Intermediate)]
+    return nnx.from_flat_state(kept)
