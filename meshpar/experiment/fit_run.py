@@ -153,12 +153,12 @@ class _Fit:
         train_data, held_out = run.data.datasets(run.seed, prepared.bounds)
         train_data, held_out = of_prompts(train_data.in_order(order), run.loss), of_prompts(held_out, run.loss)
         rollouts = rollouts_of(prepared, train_data)
+        evaluate = prepared.lazy_evaluation()
+        check_short_batch(run, held_out, evaluate)
         cursor = cursor_of(run.run_dir)
         cursor.at(0, "compiles")
         with busy("compiling the step") if self._prints else nullcontext():
             step = prepared.compile_step()
-        evaluate = prepared.lazy_evaluation()
-        check_short_batch(run, held_out, evaluate)
         self._check_step(step)
         after_first = partial(_check_programs, prepared, step, evaluate)
         if prepared.taught_by and run.distill:

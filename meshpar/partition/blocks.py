@@ -121,10 +121,15 @@ def blocks(closed: ClosedJaxpr, paths: Sequence[str], sizes: Sequence[tuple[Any,
       paths: of its parameters, which are its first arguments.
       sizes: shape and dtype of each.
     """
+    used: set[int] = set()
     for run in _runs(paths, sizes):
+        own = {i for block in run for i in block.values()}
+        if own <= used:  # layers within the blocks of a stack
+            continue
         for joined in _candidates(run):
             if found := _Sequence(closed, joined, len(paths)).stack():
                 yield found
+                used |= own
                 break
 
 
@@ -135,7 +140,10 @@ def _candidates(run: _Blocks) -> Iterator[_Blocks]:
 
 
 def _runs(paths: Sequence[str], sizes: Sequence[tuple[Any, ...]]) -> Iterator[_Blocks]:
-    """Each longest run of numbered blocks whose parameters have the same names and sizes."""
+    """Each longest run of numbered blocks whose parameters have the same names and sizes, those of outer modules first.
+
+    Any name of a path may number a block: in `resnet50.stage_2.block_0.kernel` only the last one does.
+    """
     found: dict[tuple[str, ...], dict[int, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     for i, path in enumerate(paths):
         names = path.split(".")
@@ -143,8 +151,7 @@ def _runs(paths: Sequence[str], sizes: Sequence[tuple[Any, ...]]) -> Iterator[_B
             if match := _NUMBERED.match(name):
                 kind = (*names[:place], match[1])
                 found[kind][int(match[2])][".".join([match[1], *names[place + 1 :]])] = i
-                break
-    for numbered in [*_side_by_side(found), *found.values()]:
+    for numbered in _outer_first(found):
         kinds = {n: tuple((name, sizes[i]) for name, i in sorted(block.items())) for n, block in numbered.items()}
         runs: list[list[int]] = []
         for n in sorted(numbered):
@@ -152,6 +159,12 @@ def _runs(paths: Sequence[str], sizes: Sequence[tuple[Any, ...]]) -> Iterator[_B
             runs = [*runs[:-1], [*runs[-1], n]] if is_next else [*runs, [n]]
         for run in runs:
             yield from _equal(run, kinds, numbered)
+
+
+def _outer_first(found: dict[tuple[str, ...], dict[int, dict[str, int]]]) -> Iterator[dict[int, dict[str, int]]]:
+    for depth in sorted({len(kind) for kind in found}):
+        of_depth = {kind: numbered for kind, numbered in found.items() if len(kind) == depth}
+        yield from (*_side_by_side(of_depth), *of_depth.values())
 
 
 def _side_by_side(found: dict[tuple[str, ...], dict[int, dict[str, int]]]) -> Iterator[dict[int, dict[str, int]]]:

@@ -24,6 +24,7 @@ from meshpar.partition.moved_values import check_declared, moved_values
 from meshpar.partition.plan import Scope
 from meshpar.partition.program import Program, Use
 from meshpar.partition.rules import RULES
+from meshpar.partition.rules.quantized import UNROUNDED
 from meshpar.partition.segments import differentiable
 from meshpar.partition.streamed import streams
 from meshpar.sharding.resolve import live
@@ -107,7 +108,8 @@ def planned(
         nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])
     if ctx.number_format and not scope.in_8_bits:
         what = f"{ctx.number_format}: no product of the loss has an activation and a parameter as its operands"
-        raise ConfigError(f"{what}, except for those of `partition.rules.quantized`; remove number_format")
+        whole = f"convolutions, and weights with a dim {', '.join(sorted(UNROUNDED))}, are computed unrounded"
+        raise ConfigError(f"{what} ({whole}); remove number_format")
     num_carried = len(jax.tree.leaves(shapes.carried))
     num_sums = len(nodes) - num_carried
     carried = [layout.axes for layout in layouts[len(layouts) - num_carried :]]

@@ -15,10 +15,12 @@ import pytest
 from flax import nnx
 
 from meshpar import AxisRules, MeshLayout, layers, training, verify
+from meshpar.errors import ShardingError
 from meshpar.parallel.pipeline import execute
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.strategies import Parallel
+from meshpar.partition import blocks
 from meshpar.train.loss import LossSums
 from meshpar.train.program import shardings
 from meshpar.train.stale_weights import STALE
@@ -415,6 +417,41 @@ def test_blocks_with_recognized_attention_are_equal():
     """Each block's attention is an operation with functions of its own."""
     found = piped(MODELS["dit"](), get_schedule("gpipe", 2, 1), "pipe2").described_cut
     assert found and "2 equal layers, a list" in found
+
+
+def nested():
+    """Numbered blocks in numbered stages, of which one is wider, in a model whose own name ends in a number."""
+    sizes = {"stage_0": [WIDTH], "stage_1": [2 * WIDTH] * 4}
+
+    def init(key):
+        return {"net50": {stage: {f"block_{i}": jnp.eye(size) / 2 for i, size in enumerate(several)}
+                          for stage, several in sizes.items()}}  # fmt: skip
+
+    def loss(params, batch, key):
+        stages = params["net50"]
+        x = jnp.tanh(batch["x"] @ stages["stage_0"]["block_0"])
+        x = jnp.concatenate([x, x], axis=-1)
+        for i in range(4):
+            x = jnp.tanh(x @ stages["stage_1"][f"block_{i}"])
+        return jnp.square(x).mean()
+
+    return Zoo("nested", init, loss, rows(), rules={"unnamed": ()})
+
+
+def test_blocks_are_found_by_any_number_of_their_paths():
+    found = piped(nested(), get_schedule("gpipe", 2, 4), "pipe2").described_cut
+    assert found and "4 equal layers, a list" in found
+
+
+def test_planted_blocks_in_numbered_modules_are_not_found_by_the_first_number(monkeypatch):
+    outer = blocks._outer_first
+
+    def first(found):
+        yield from outer({kind: one for kind, one in found.items() if len(kind) == 1})
+
+    monkeypatch.setattr(blocks, "_outer_first", first)
+    with pytest.raises(ShardingError, match="the loss has none"):
+        piped(nested(), get_schedule("gpipe", 2, 4), "pipe2")
 
 
 def test_marked_modules_are_cut():
