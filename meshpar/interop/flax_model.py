@@ -416,7 +416,7 @@ def _of_linen(module: nn.Module, seq_len: int) -> _Model:
     def apply(
         params: Any, carried: Any, inputs: Sequence[jax.Array], is_training: bool, key: Any = None
     ) -> tuple[jax.Array, Any]:
-        more: dict[str, Any] = mode(module, is_training)
+        more = mode(module, is_training)
         more |= {"rngs": {"dropout": key}} if is_training and draws else {}
         return module.apply({"params": params}, *inputs, **more), carried  # pyright: ignore
 

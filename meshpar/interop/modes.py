@@ -11,7 +11,7 @@ IF_TRAINING = {
 """Parameter of a model's call that says whether it trains -> its value in a training; the opposite in an evaluation."""
 
 
-def mode(module: Any, is_training: bool) -> dict[str, bool]:
+def mode(module: Any, is_training: bool) -> dict[str, Any]:
     """The arguments of `IF_TRAINING` that the call of a module has.
 
     >>> import flax.linen as nn

@@ -181,7 +181,8 @@ def training(
     check_axes(axes or {})
     _check_activation_dims(activation_dims, rules)
     infers = isinstance(dims, str) and dims == INFER
-    dims, batch_dims = check_names(dims=None if infers else dims, batch_dims=batch_dims)
+    given_dims: Any = None if infers else dims
+    dims, batch_dims = check_names(dims=given_dims, batch_dims=batch_dims)
     ctx = ParallelContext(
         mesh=on,
         rules=rules,
