@@ -19,9 +19,20 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from meshpar.cost.walk import inner_jaxprs
 
 VIEWS = {
-    "broadcast_in_dim", "copy", "expand_dims", "iota", "name", "pvary", "reshape", "slice", "squeeze",
-    "stop_gradient", "transpose",
+    "broadcast_in_dim", "copy", "expand_dims", "iota", "layout_constraint", "name", "pvary", "reshape", "slice",
+    "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
+SAME = {
+    "expand_dims",
+    "layout_constraint",
+    "name",
+    "optimization_barrier",
+    "pvary",
+    "reshape",
+    "squeeze",
+    "stop_gradient",
+}
+"""Operations whose results are their operands, in the same memory."""
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "convert_element_type", "div", "eq", "exp", "ge", "gt", "integer_pow", "le", "log",
     "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n",
@@ -79,10 +90,12 @@ class Flat:
       once: whether the body of a loop of one iteration stands in its place too.
       merges: whether equal operations on elements are one, as XLA merges them; not those that `jax.checkpoint` repeats,
         whose operands XLA gets behind a barrier.
+      shares: whether a result that is an operand in the same memory is the same value, see `SAME`.
     """
 
-    def __init__(self, jaxpr: Jaxpr, once: bool = False, merges: bool = False) -> None:
+    def __init__(self, jaxpr: Jaxpr, once: bool = False, merges: bool = False, shares: bool = False) -> None:
         self._once = once
+        self._shares = shares
         self._merges = merges
         self._made: dict[Any, list[int]] = {}
         self._behind: Any = None
@@ -118,6 +131,9 @@ class Flat:
                 written = self._add(inside[0], dict(zip(inside[0].invars, reads, strict=True)))
                 self._behind = around
                 known |= zip(equation.outvars, written, strict=True)
+                continue
+            if self._shares and equation.primitive.name in SAME:
+                known |= zip(equation.outvars, reads, strict=True)
                 continue
             key = self._key(equation, reads)
             if key and key in self._made:

@@ -4,12 +4,9 @@ A value is held from the equation that computes it to the last equation that rea
 result is read once is fused with its reader: its result is not held, and its operands are held until the reader runs.
 An operation that can write in place, such as an update of a slice, overwrites an array of the same size that it reads
 last. A loop holds its results and the memory of one iteration, which overwrites the arrays of the previous one; a loop
-of one iteration is none. XLA copies the initial carry of a loop, and the arrays that a branch of a conditional changes.
-
-What a conditional changes for the next iteration of a loop is copied back to the loop's array. XLA:GPU does that at the
-end of the iteration, or at once: then both are held while other conditionals read the changed array. It compares the
-peaks of both orders by its own estimate. Where they differ by a few percent here, the second counts, which holds more
-(see `_peak`).
+of one iteration is none. A loop overwrites the start of what it carries, and a conditional what one of its branches
+returns as it is, unless that is read later. XLA compares the regions in which values live to see it: XLA:CPU always,
+XLA:GPU by an option that `ParallelContext.compiler_options` sets for pipelines.
 
 Before its first loop, a program fills the arrays in which later loops collect slices, and it stores in another order
 the parameters that are gathered along a later dim. Compilers choose the order of operations, so this is an estimate;
@@ -28,15 +25,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from meshpar.cost.flat import ELEMENTWISE, VIEWS, Flat, Operation, bodies, size_of
 from meshpar.cost.walk import inner_jaxprs
 
-_IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add"}
+_IN_PLACE = ELEMENTWISE | VIEWS | {"dynamic_update_slice", "scatter", "scatter-add"}
 """Operations whose results may overwrite an operand that no later operation reads."""
 _SLICES = {"convert_element_type", "copy", "dynamic_slice", "name", "pvary", "reshape", "slice", "squeeze", "transpose"}
 """Operations whose results are their operand, or a slice of it."""
-
-
-NEARLY_EQUAL = 1.07
-"""The ratio of two peaks up to which XLA's estimate may order them otherwise. For 26 pipelines compiled for H100s, it
-took the order of the larger peak up to a ratio of 1.065, and never above."""
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
@@ -85,51 +77,33 @@ def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int
     return {index for index in found if index is not None}
 
 
-def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False, branch: bool = False) -> int:
+def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False) -> int:
     """The largest number of bytes that a program holds, in addition to its arguments.
 
     Args:
       owned: indices of the arguments that the program may overwrite.
       filled: whether the results of loops after it are held too, see `_Body.filled`.
-      branch: whether it is in a branch of a conditional, which has copies of all that it changes.
     """
-    body = _Body(jaxpr, owned, filled, branch)
-    # XLA's count has the results of a conditional beside those of its branch. In the order with early copies all that a
-    # loop does not need is done before the loop, also filling the results of later ones: there that order holds more.
-    early = body.peak(early=True, beside=True)
-    is_early = not filled and early <= NEARLY_EQUAL * body.peak(early=False, beside=True)
-    return body.peak(early=is_early)
+    return _Body(jaxpr, owned, filled).peak()
 
 
 class _Body:
     """A program, or the body of a loop, and what its operations hold.
 
     Args:
-      owned, filled, branch: see `_peak`.
+      owned, filled: see `_peak`.
     """
 
-    def __init__(self, jaxpr: Jaxpr, owned: Collection[int], filled: bool, branch: bool) -> None:
-        self.flat = Flat(jaxpr, once=True)
+    def __init__(self, jaxpr: Jaxpr, owned: Collection[int], filled: bool) -> None:
+        self.flat = Flat(jaxpr, once=True, shares=True)
         self.owned = [self.flat.arguments[jaxpr.invars[index]] for index in owned]
-        self.in_place = _IN_PLACE | {"cond"} if branch else _IN_PLACE
         self.inside = [
-            max(
-                (
-                    _peak(one, _owned(operation, one, branch), filled or later > 0, branch or operation.name == "cond")
-                    for one in operation.inside
-                ),
-                default=0,
-            )
+            max((_peak(one, _owned(operation, one), filled or later > 0) for one in operation.inside), default=0)
             for operation, later in zip(self.flat.operations, self.filled, strict=True)
         ]
 
-    def peak(self, early: bool, beside: bool = False) -> int:
-        """The largest number of bytes that it holds.
-
-        Args:
-          early: whether what conditionals change is copied to the loop's arrays at once, and not at its end.
-          beside: whether the results of a conditional are beside those of its branch.
-        """
+    def peak(self) -> int:
+        """The largest number of bytes that it holds."""
         flat = self.flat
         now = most = 0
         freed: dict[int, set[int]] = defaultdict(set)
@@ -138,30 +112,15 @@ class _Body:
         for position, operation in enumerate(flat.operations):
             written = [value for value in operation.writes if value not in flat.fused]
             new = sum(flat.sizes[value] for value in written)
-            if freed[position] and operation.name in self.in_place:
-                new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, freed[position]))
+            if overwritten := _overwritten(operation, freed[position]):
+                new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, overwritten))
             inside = self.inside[position]
-            # The results of a conditional are those of its branch.
-            here = max(new, inside) if operation.name == "cond" and not beside else new + inside
-            most = max(most, now + here + (self.copied[position] if early else 0) + self.filled[position])
+            here = max(new, inside) if operation.name == "cond" else new + inside
+            most = max(most, now + here + self.filled[position])
             for value in written:
                 freed[flat.last_reads.get(value, position)].add(value)
             now += sum(flat.sizes[value] for value in written) - sum(flat.sizes[value] for value in freed[position])
         return most
-
-    @cached_property
-    def copied(self) -> list[int]:
-        """For each operation, bytes of what conditionals changed before it that it or a later one reads."""
-        flat = self.flat
-        last = dict.fromkeys(flat.results, -1) if self.owned else {}
-        for position, operation in enumerate(flat.operations):
-            last |= dict.fromkeys(last.keys() & set(operation.reads), position)
-        found = [0] * len(flat.operations)
-        for position, operation in enumerate(flat.operations):
-            for value in operation.writes if operation.name == "cond" else ():
-                for later in range(position + 1, last.get(value, -1) + 1):
-                    found[later] += flat.sizes[value]
-        return found
 
     @cached_property
     def filled(self) -> list[int]:
@@ -181,17 +140,25 @@ def _collected(loop: Operation, flat: Flat) -> int:
     return sum(flat.sizes[value] for outside, inside, value in pairs if not _same_ndim(outside, inside))
 
 
+def _overwritten(operation: Operation, freed: set[int]) -> set[int]:
+    """The values that an operation overwrites, of those that are not read later: of a loop what it carries, of a
+    conditional what it changes."""
+    if operation.name in _IN_PLACE:
+        return freed
+    carried = {operation.reads[i - len(one.invars)] for one in operation.inside for i in _owned(operation, one)}
+    return carried & freed
+
+
 def _shared(written: Iterable[int], overwritten: Iterable[int]) -> int:
     """Bytes of the results that have the size of an array that may be overwritten."""
     return sum(size * count for size, count in (Counter(written) & Counter(overwritten)).items())
 
 
-def _owned(operation: Operation, inside: Jaxpr, branch: bool) -> Collection[int]:
-    """The arguments that the body of a loop may overwrite, its carry; of a conditional inside a branch, those that it
-    changes: the branch has copies of them."""
+def _owned(operation: Operation, inside: Jaxpr) -> Collection[int]:
+    """The arguments that the body of a loop may overwrite, its carry; of a conditional, those that it changes."""
     end = len(inside.invars)
     if operation.name == "cond":
-        return _changed(operation) if branch else ()
+        return _changed(operation)
     if operation.name == "scan":
         outer = operation.equation
         num_carried = sum(map(_same_ndim, outer.outvars, inside.outvars))

@@ -213,18 +213,26 @@ class ParallelContext:
 
         XLA:GPU and XLA:TPU start the first gathers of a layer when the layer needs them. With `prefetch_option` they
         gather the parameters of layer i + 1 while layer i computes, and send the same bytes.
+
+        XLA:GPU copies what a conditional changes, unless it compares the regions in which values live, as XLA:CPU does.
+        A pipeline would hold the activations and the sums of its stage twice, and copy all of them in each tick.
         """
         if not self.manual:
             return {}
         platform = platform_of(self.mesh)
         if platform == "cpu":
             return {"xla_disable_hlo_passes": "cse_barrier_expander"}
-        return prefetch_option(platform) if self.parallel.fsdp.overlap == "prefetch" else {}
+        early = prefetch_option(platform) if self.parallel.fsdp.overlap == "prefetch" else {}
+        return early | IN_PLACE if self.schedule and platform == "gpu" else early
 
     def overlaps(self, dim: str) -> bool:
         """Whether layers whose weights are sharded in `dim` communicate activations while they multiply."""
         sequence = self.axes("residual_seq")
         return self.parallel.tensor.overlap != "none" and bool(sequence) and sequence == self.axes(dim)
+
+
+IN_PLACE: dict[str, str | bool] = {"xla_gpu_copy_insertion_use_region_analysis": True}
+"""The option by which XLA:GPU overwrites what a conditional changes, as XLA:CPU does."""
 
 
 def prefetch_option(platform: str | None) -> dict[str, str | bool]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshpar.parallel.context import manual, platform
 from meshpar.parallel.scopes import run_if
@@ -57,6 +58,17 @@ def recomputed(saved_and_grad: T) -> T:
     their results until the gradient is there. XLA:CPU needs `ParallelContext.compiler_options`, too.
     """
     return lax.optimization_barrier(saved_and_grad)
+
+
+def row_major(values: list[jax.Array]) -> list[jax.Array]:
+    """The same values, which XLA:GPU stores in the order of their dims.
+
+    It stores what is gathered or scattered along a later dim with that dim first. Slots in which such values are
+    collected get the same order, and to read one of them in a loop, XLA would transpose all slots before the loop.
+    """
+    if platform() != "gpu":
+        return values
+    return [with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) for x in values]
 
 
 def not_before(value: T, result: jax.Array) -> T:

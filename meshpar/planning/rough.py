@@ -29,8 +29,6 @@ from meshpar.planning.space import Layout, variants
 from meshpar.planning.stages import balanced, cut_with
 
 ACTIVATION_AXES = ("expert", "context", "tensor")
-COPIES = 2
-"""How often a pipeline holds its sums and activations: branches of its conditionals copy them, see `cost.live`."""
 COPIED = {"data", "expert", "context"}
 """Axes whose devices have copies of parameters, and sum their gradients."""
 SCALARS = 3
@@ -146,7 +144,7 @@ class Probes:
         held += self.summed * share / (layout.size("fsdp") if in_layers else 1)
         if layout.schedule:  # each stage has room for as many layers as the longest
             _, cut = self._cut(layout)
-            held *= COPIES * cut.layers.size / self.num_layers
+            held *= cut.layers.size / self.num_layers
         held += 0 if layout.sharding == "fsdp" else self.gathered * share
         return round(held)
 

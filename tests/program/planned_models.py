@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 VOCAB = 256
@@ -72,6 +73,31 @@ class Translator(nn.Module):
         return nn.Dense(VOCAB, name="head")(nn.LayerNorm()(y))
 
 
+class ViT(nn.Module):
+    width: int = 64
+    depth: int = 12
+    patch: int = 4
+
+    @nn.compact
+    def __call__(self, image):
+        rows, columns = (size // self.patch for size in image.shape[1:3])
+        x = image.reshape(-1, rows, self.patch, columns, self.patch, image.shape[3]).swapaxes(2, 3)
+        x = nn.Dense(self.width, name="patches")(x.reshape(len(image), rows * columns, -1))
+        x = x + self.param("position", nn.initializers.normal(0.5), (rows * columns, self.width))
+        x, _ = stack(self.width, self.depth, "encoder")(x, x)
+        return nn.Dense(16, name="head")(nn.LayerNorm()(x).mean(1))
+
+
+def pictures(split="train"):
+    """64 pictures of 32 x 32 pixels, of one of 16 kinds."""
+    draw = np.random.default_rng(0)
+    return {"image": draw.normal(size=(64, 32, 32, 3)).astype(np.float32), "label": draw.integers(0, 16, 64)}
+
+
+def vit():
+    return ViT()
+
+
 def encoder():
     return Encoder()
 
@@ -100,7 +126,7 @@ def dims(*stacks):
         products = {"up": ["experts", "embed", "mlp"], "down": ["experts", "mlp", "embed"]}
         return products | {"router.kernel": ["embed", "router"], "embedding.embedding": ["vocab", "embed"]}
     found = {}
-    for name in stacks:
+    for name in {*stacks} - {"pictures"}:
         for attention in ("attention", "cross") if name == "decoder" else ("attention",):
             for one in ("query", "key", "value"):
                 found[f"{name}.{attention}.{one}.kernel"] = ["layers", "embed", "heads", "head_dim"]
@@ -109,6 +135,8 @@ def dims(*stacks):
         found[f"{name}.up.kernel"] = ["layers", "embed", "mlp"]
         found[f"{name}.up.bias"] = ["layers", "mlp"]
         found[f"{name}.down.kernel"] = ["layers", "mlp", "embed"]
+    if "pictures" in stacks:
+        return found
     return found | {
         "embedding.embedding": ["vocab", "embed"],
         "head.kernel": ["embed", "vocab"],

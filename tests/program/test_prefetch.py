@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from meshpar.inspection.program.text import Program
-from meshpar.parallel.context import prefetch_option
+from meshpar.parallel.context import IN_PLACE, prefetch_option
 from tests.program.test_bytes import prepared
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +98,8 @@ def test_prefetch_is_an_option_of_xla(overlap, platform, options, monkeypatch):
     assert run.ctx.compiler_options == options
 
 
-def test_the_installed_xla_knows_the_option_for_gpus():
-    jax.jit(lambda x: x).lower(1.0).compile(compiler_options=prefetch_option("gpu"))
+def test_the_installed_xla_knows_the_options_for_gpus():
+    jax.jit(lambda x: x).lower(1.0).compile(compiler_options=prefetch_option("gpu") | IN_PLACE)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x).lower(1.0).compile(compiler_options={"xla_gpu_enable_no_such_thing": True})
 

@@ -33,7 +33,7 @@ from meshpar.parallel.pipeline.simulate import check_complete
 from meshpar.parallel.precision import wide
 from meshpar.parallel.scopes import run_if, taken
 from meshpar.parallel.trainable import as_in, filled
-from meshpar.parallel.xla import in_order
+from meshpar.parallel.xla import in_order, row_major
 
 Sums = tuple[Any, Any]
 
@@ -281,7 +281,8 @@ class _Stage:
             x, slots, sums = carry
             y, shares, residuals = stack.split.forward(params, x, rest)
             sums = _added(sums, shares)
-            return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, residuals, strict=bool(slots))], sums
+            kept = row_major(residuals) if slots else residuals
+            return y, [a.at[row.residual, i].set(r) for a, r in zip(slots, kept, strict=bool(slots))], sums
 
         with taken(self.at_ends[0], of=self.at_ends[1], stages=self.num_stages):
             x = lax.cond(row.first == 1, embed, lambda: _at(inbox, row.inbox))
@@ -305,7 +306,7 @@ class _Stage:
             dy, stashes = carry
             residuals = [a[row.residual, i] for a in saved]
             dx, stash = stack.split.input_gradient(params, residuals, dy, dloss, rest)
-            return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, stash, strict=True)]
+            return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, row_major(stash), strict=True)]
 
         stashes = []
         for number, stack in reversed([*enumerate(self.stacks)]):
