@@ -28,8 +28,7 @@ def run_of(name, **keys):
     loss = f"{module}:{LOSS[name]}" if name in LOSS else {"kind": "classify"}
     data = {"kind": "synthetic", "vocab_size": 256, "batch_size": 64, "seq_len": 64}
     if name == "vit":
-        loss = f"{module}:{LOSS[name]}" if name in LOSS else {"kind": "classify"}
-    data = {"kind": "import", "target": f"{module}:pictures", "batch_size": 64}
+        data = {"kind": "import", "target": f"{module}:pictures", "batch_size": 64}
     for target in (name, LOSS.get(name, name), "pictures"):
         user_code.permit(f"{module}:{target}", None)
     return Run.model_validate(
