@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import meshpar
@@ -13,6 +17,7 @@ from meshpar.planning.estimate import work_of
 from meshpar.planning.layers import layers_of
 from tests.program.planned_models import dims
 
+ROOT = Path(__file__).parents[2]
 STACKS = {"encoder": ("encoder",), "translator": ("encoder", "decoder"), "mixture": ("experts",)}
 STACKS["vit"] = ("encoder", "pictures")
 LOSS = {"encoder": "classes", "translator": "translation", "mixture": "classes"}
@@ -77,20 +82,29 @@ def test_a_model_without_experts_or_layers_is_refused_by_what_it_lacks():
             meshpar.plan(run_of(name), "h100:1x4", fix=[f"mesh.{key}=2"])
 
 
+def ratio(name, keys):
+    """The estimated bytes over those that XLA:CPU compiles on devices of this process."""
+    run = run_of(name, **keys)
+    work = work_of(prepare(run))
+    return (work.states_bytes + work.step_bytes) / actions.inspect(run).memory.total
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [None, "h100:1x8"])
 @pytest.mark.parametrize("name", ["vit", "translator"])
-def test_a_plan_over_pipe_and_tensor_holds_what_is_compiled(name, target):
-    """Within 5 %, by XLA:CPU on devices of this process, and by XLA:GPU. Needs the extra gpu-target."""
-    run = run_of(name, **PIPES)
-    work = work_of(prepare(run, run.mesh.abstract(platform="gpu")) if target else prepare(run))
-    found = actions.inspect(run, target).inspection if target else actions.inspect(run)
-    assert (work.states_bytes + work.step_bytes) / found.memory.total == pytest.approx(1, abs=0.05)
+def test_a_plan_over_pipe_and_tensor_holds_what_is_compiled(name):
+    assert ratio(name, PIPES) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "translator"])
+def test_a_plan_over_pipe_and_tensor_holds_what_is_compiled_for_gpus(name):
+    """Needs the extra gpu-target. A compile-only platform has to be chosen before JAX starts."""
+    program = [sys.executable, "-m", "tests.program.planned_memory", name, "h100:1x8"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=900, check=True)
+    assert float(done.stdout.split()[-1]) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder", "translator"])
 def test_a_plan_over_fsdp_and_tensor_holds_about_what_is_compiled(name):
-    run = run_of(name, **SHARDS)
-    work = work_of(prepare(run))
-    assert 0.95 < (work.states_bytes + work.step_bytes) / actions.inspect(run).memory.total < 1.08
+    assert 0.95 < ratio(name, SHARDS) < 1.08
