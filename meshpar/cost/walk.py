@@ -15,10 +15,12 @@ from fractions import Fraction
 from itertools import count
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshpar.parallel.scopes import declared_flops, times_of_branches, times_of_loop
+from meshpar.partition.op import partitioned_p, whole
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ def repeats(visit: Visit, num_inside: int) -> Sequence[Fraction | None]:
 
 
 def inner_jaxprs(equation: Any) -> list[Jaxpr]:
-    """The jaxprs in an equation: the body of a loop or a call, the branches of a conditional."""
+    """The jaxprs in an equation: the body of a loop or a call, the branches of a conditional, what an op does."""
+    if equation.primitive is partitioned_p:
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+        return [jax.make_jaxpr(whole(equation.params["signature"]))(*structs).jaxpr]
     found: list[Jaxpr] = []
     for value in equation.params.values():
         for one in value if isinstance(value, tuple) else (value,):

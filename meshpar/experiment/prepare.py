@@ -31,7 +31,7 @@ from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.interop.kinds import kinds_of
 from meshpar.models.contract import ModelProgram, Vocabulary
 from meshpar.nn.quantized_kernel import is_quantized
-from meshpar.nn.supported import check_supported
+from meshpar.nn.rules import check_rules
 from meshpar.optim.base import Matrix
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.local_updates import KEY
@@ -133,7 +133,8 @@ class Prepared(Training):
         if not all(one.is_countable(self.ctx) for one in self.strategies):
             return False
         problems = Problems()
-        check_supported(self.run.model.sharding, replace(self.ctx, manual=True), problems)
+        has_experts = getattr(self.run.model, "experts", None) is not None
+        check_rules(has_experts, replace(self.ctx, manual=True), problems)
         return not problems.found
 
     @cached_property
@@ -305,8 +306,8 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         carried=model.carried,
         init_carried=model.init_carried,
         key=partial(step_key, run.seed) if model.uses_rng else None,
-        has_own_arrays=model.has_own_arrays,
         is_of_whole_arrays=model.is_of_whole_arrays,
+        reads_positions=model.reads_positions,
         frozen=frozen,
         frozen_rows=rows,
         update=options.update(specs, frozen, rows, kinds, model.state),

@@ -74,8 +74,8 @@ def check(run: Run, mesh: AnyMesh) -> None:
     _check_task(run, ctx.num_passes, problems)
     _check_precision(run, problems)
     _check_matmul(run, ctx, problems)
-    if run.strict and (run.model.has_own_layers or not ctx.manual or getattr(run.model, "manual", False)):
-        what = "only an imported model in the manual lowering is partitioned, and moves activations by itself"
+    if run.strict and (not ctx.manual or getattr(run.model, "manual", False)):
+        what = "only a model of whole arrays in the manual lowering is partitioned, and moves activations by itself"
         problems.add("strict", what, "strict=false")
     run.model.check(task_of(run), ctx, problems)
     if not run.model.has_own_layers:

@@ -19,7 +19,6 @@ from meshpar.errors import Problems
 from meshpar.models.foreign import Architecture
 from meshpar.models.reference import Scale
 from meshpar.nn.lora import LoRA
-from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.outputs import Outputs
 from meshpar.sharding.resolve import AnyMesh
@@ -110,7 +109,6 @@ class ModelProgram:
       forward: (params, batch, key) -> `Outputs`; None if the model has a loss of its own only.
       uses_rng: whether `loss` draws random numbers.
       state: parameters that each step changes without a gradient; None if there are none.
-      has_own_arrays: platform -> whether its steps are faster with arrays for each layer instead of stacks.
       of_rows: see `Training`.
       bounds: array of labels -> the number of classes.
       added: strategies of the loss, such as a copy of the first parameters.
@@ -128,8 +126,8 @@ class ModelProgram:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None
-    has_own_arrays: Callable[[str], bool] = lambda platform: False
     is_of_whole_arrays: bool = False
+    reads_positions: bool = False
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     bounds: Mapping[str, int] = field(default_factory=dict)
     added: tuple[Strategy, ...] = ()
@@ -162,11 +160,6 @@ class ModelContract(Config):
     def reference(self, scale: Scale) -> Self:
         """Returns a small model of the same structure, for `verify`. Default: the model itself."""
         return self
-
-    @property
-    def sharding(self) -> tuple[Sharding, ...]:
-        """Which dims its layers support sharded, see `nn.supported`. Default: no limits."""
-        return ()
 
     def array_specs(self) -> Any:
         """Tree of `ArraySpec` of the parameters; None if only importing the model can determine them."""

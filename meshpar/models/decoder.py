@@ -21,7 +21,7 @@ from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.layer_loops import BLOCKS
 from meshpar.nn.lora import LoRA, without_lora
-from meshpar.nn.supported import check_supported
+from meshpar.nn.rules import check_rules
 from meshpar.nn.transformer import Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
@@ -83,7 +83,8 @@ class DecoderModel(Decoder, ModelContract):
             forward=forward,
             uses_rng=self.dropout > 0,
             state=RouterState(self.experts) if self.experts else None,
-            has_own_arrays=self.has_own_arrays,
+            is_of_whole_arrays=True,
+            reads_positions=True,
             added=added,
             merged=partial(self._merged, task.adapter) if task.adapter else None,
         )
@@ -115,7 +116,7 @@ class DecoderModel(Decoder, ModelContract):
         if self.experts:
             self.experts.check(ctx, task.seq_len, problems)
         self._check_remat(problems)
-        check_supported(self.sharding, ctx, problems)
+        check_rules(self.experts is not None, ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)
 
     def _check_remat(self, problems: Problems) -> None:

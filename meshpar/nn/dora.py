@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.mesh.varying import Axes
 from meshpar.parallel.precision import wide
 
 TINY = 1e-30
@@ -29,24 +28,21 @@ def norms(kernel: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
     >>> norms(jnp.array([[3.0, 0.0], [4.0, 2.0]]), (0,)).tolist()
     [5.0, 2.0]
     """
-    return lax.sqrt(_squares(kernel, inputs, ()))
+    return lax.sqrt(_squares(kernel, inputs))
 
 
-def stretch(
-    kernel: jax.Array, update: jax.Array, magnitude: jax.Array, inputs: tuple[int, ...], axes: Axes = ()
-) -> jax.Array:
+def stretch(kernel: jax.Array, update: jax.Array, magnitude: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
     """What DoRA multiplies each output of `kernel + update` by: [stacked..., outputs...], in float32 at least.
 
     Args:
-      kernel, update: [stacked..., inputs..., outputs...], local shards.
+      kernel, update: [stacked..., inputs..., outputs...].
       magnitude: [stacked..., outputs...].
       inputs: the indices of the input dims.
-      axes: over which the inputs are sharded.
 
-    Communication: all-reduces of two numbers an output over `axes`.
+    Communication: where the inputs are sharded, all-reduces of two numbers an output.
     """
-    own = _squares(kernel, inputs, axes)
-    of_sum = lax.max(_squares(wide(kernel) + update, inputs, axes), jnp.asarray(TINY, own.dtype))
+    own = _squares(kernel, inputs)
+    of_sum = lax.max(_squares(wide(kernel) + update, inputs), jnp.asarray(TINY, own.dtype))
     before, after = (lax.stop_gradient(lax.sqrt(one)) for one in (own, of_sum))
     return (before + wide(magnitude)) / after
 
@@ -64,6 +60,5 @@ def adapted(kernel: jax.Array, update: jax.Array, magnitude: jax.Array | None, i
     return whole * jnp.expand_dims(stretch(kernel, update, magnitude, inputs), inputs)
 
 
-def _squares(kernel: jax.Array, inputs: tuple[int, ...], axes: Axes) -> jax.Array:
-    squares = lax.square(wide(kernel)).sum(inputs)
-    return lax.psum(squares, axes) if axes else squares
+def _squares(kernel: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
+    return lax.square(wide(kernel)).sum(inputs)

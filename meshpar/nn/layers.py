@@ -1,14 +1,13 @@
-"""Layers that compute with local shards: norms, projections, feed-forward blocks, dropout.
+"""Layers: norms, projections, feed-forward blocks, dropout.
 
-The metadata `dims` of a parameter names its dims. No layer depends on the mesh.
+The metadata `dims` of a parameter names its dims. No layer knows a mesh.
 Shapes: B batch, S seq, R residual_seq, D embed, M mlp, H heads, K kv_heads, h head_dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -18,14 +17,10 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.mesh.varying import Axes
-from meshpar.nn import dora
+from meshpar.nn.low_rank import LowRank
 from meshpar.nn.quantized_kernel import Quantized, QuantizedKernel
 from meshpar.nn.remat import Activation, named
-from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel import linear
-from meshpar.parallel.context import constrain, current, manual, manual_axes, planned
-from meshpar.parallel.data import streamed
-from meshpar.parallel.linear import Adapter, Weights
+from meshpar.parallel.context import constrain, manual
 from meshpar.parallel.precision import wide
 from meshpar.parallel.xla import recomputed
 from meshpar.partition.op import apply
@@ -55,18 +50,11 @@ def within_layer(param: nnx.Param) -> tuple[str, ...]:
     return tuple(dim for dim in param.get_metadata()["dims"] if dim != "layers")
 
 
-WHOLE_ROWS: Sharding = {
-    "embed": Supported(partition=False, why="norms and projections need whole rows of the residual stream"),
-}
-
-
 class RMSNorm(nnx.Module):
     """`x[.., D] -> x / rms(x) * scale[D]`; `dim` is the name of D. Numerics: in float32 at least.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-
-    sharding: ClassVar[Sharding] = WHOLE_ROWS
 
     def __init__(self, width: int, *, eps: float, dim: str = "embed"):
         self.scale = filled(1.0, (width,), (dim,))
@@ -84,8 +72,6 @@ class LayerNorm(nnx.Module):
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
-    sharding: ClassVar[Sharding] = WHOLE_ROWS
-
     def __init__(self, width: int, *, eps: float):
         self.scale = filled(1.0, (width,), ("embed",))
         self.bias = filled(0.0, (width,), ("embed",))
@@ -96,71 +82,6 @@ class LayerNorm(nnx.Module):
         centred = x - x.mean(-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
         return normed.astype(x_BSD.dtype) * self.scale[...] + self.bias[...]
-
-
-class LowRank(nnx.Module):
-    """`x[.., in] @ a[in.., rank] @ b[rank, out..] * scale`; b starts at zero, so the model is unchanged at first.
-
-    With DoRA it also holds the change of the magnitude of each output, `magnitude[out..]`, see `dora`.
-
-    Communication: none. Where the kernel's inputs are sharded, the result is a partial sum like the kernel's product.
-    """
-
-    sharding: ClassVar[Sharding] = {
-        "rank": Supported(partition=False, why="LoRA needs all columns of its thin matrices"),
-    }
-
-    def __init__(self, a: nnx.Param, b: nnx.Param, scale: float, magnitude: nnx.Param | None = None):
-        self.a = a
-        self.b = b
-        self.scale = scale
-        self.magnitude = magnitude
-        self.used: jax.Array | None = nnx.data(None)
-        """See `Adapter`."""
-
-    @property
-    def adapter(self) -> Adapter:
-        kind = _PlannedAdapter if planned() else Adapter
-        return kind(self.a[...], self.b[...], self.scale, self.used)
-
-    def stretch(self, kernel: jax.Array, dims: Sequence[str]) -> jax.Array:
-        """What DoRA multiplies each output of x @ kernel and of the update by.
-
-        Args:
-          kernel: [inputs..., outputs...], a local shard.
-          dims: the names of its dims.
-        """
-        assert self.magnitude is not None, "LoRA stretches nothing"
-        num_inputs = self.a.ndim - 1
-        update = self.scale * jnp.tensordot(wide(self.a[...]), wide(self.b[...]), axes=1, precision="highest")
-        axes = tuple(axis for dim in dims[:num_inputs] for axis in manual_axes(dim))
-        return dora.stretch(kernel, update, self.magnitude[...], tuple(range(num_inputs)), axes)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _PlannedAdapter(Adapter):
-    """One operation, where a program is planned. If x @ a were one, its gradient would be summed, and not that of a."""
-
-    def term(self, x: jax.Array) -> jax.Array:
-        def compute(call: Call, x: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
-            return [Adapter(a, b, self.scale).term(x)]
-
-        inputs = tuple(f"input {i}" for i in range(self.a.ndim - 1))
-        outputs = tuple(f"output {i}" for i in range(self.b.ndim - 1))
-        rows = tuple(range(x.ndim - len(inputs)))
-        ins = ((*rows, *inputs), (*inputs, None), (None, *outputs))
-        signature = Signature(ins, ((*rows, *outputs),), compute, summed=inputs)
-        return apply(signature, x, self.a, self.b)[0]
-
-
-def use_adapters(module: nnx.Module, used: jax.Array | None) -> None:
-    """Sets the columns of x @ a that each row uses, in all updates of a module."""
-    if used is None:
-        return
-    for _, part in nnx.iter_modules(module):
-        if isinstance(part, LowRank):
-            part.used = used
 
 
 class LinearMap(nnx.Module):
@@ -174,11 +95,9 @@ class LinearMap(nnx.Module):
         self.kernel: nnx.Param | QuantizedKernel = kernel
         self.num_inputs = num_inputs
 
-    @property
-    def weights(self) -> Weights:
-        if isinstance(self.kernel, QuantizedKernel):
-            return Weights(self._kernel, self.num_inputs)
-        return Weights(self._kernel, self.num_inputs, streamed(self._dims, current()))
+    def product(self, x: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
+        """`x[.., in..] @ kernel[in.., out..]`."""
+        return jnp.tensordot(x, self._kernel, axes=self.num_inputs)
 
     @property
     def floats(self) -> nnx.Param:
@@ -197,13 +116,6 @@ class LinearMap(nnx.Module):
         """The kernel in floats, as a layer has it."""
         return self.kernel.dequantized() if isinstance(self.kernel, QuantizedKernel) else self.kernel[...]
 
-    @property
-    def _dims(self) -> tuple[str, ...]:
-        """The names of the kernel's dims within a layer."""
-        if isinstance(self.kernel, QuantizedKernel):
-            return tuple(dim for dim in self.kernel.dims if dim != "layers")
-        return within_layer(self.kernel)
-
     def quantize(self, how: Quantized) -> None:
         """Stores the kernel as codes."""
         self.kernel = QuantizedKernel(self.floats, how, self.grouped_dim, self.num_inputs)
@@ -212,16 +124,14 @@ class LinearMap(nnx.Module):
 class Projection(LinearMap):
     """A linear map between groups of dims: `x[.., in..] @ kernel[in.., out..] (+ bias[out..])`.
 
-    `column_parallel` and `row_parallel` apply it. After `factorize` the kernel is the first of two thin factors, and
-    `expand` is the second: `x[.., in..] @ kernel[in.., rank] @ expand.kernel[rank, out..]`.
+    After `factorize` the kernel is the first of two thin factors, and `expand` is the second:
+    `x[.., in..] @ kernel[in.., rank] @ expand.kernel[rank, out..]`.
 
     Args:
       inputs: (name, size) of each dim that is contracted.
       outputs: (name, size) of each dim of the result.
       std: standard deviation of the initial kernel; default 1 / sqrt(fan in).
     """
-
-    sharding: ClassVar[Sharding] = {**WHOLE_ROWS, **LowRank.sharding}
 
     def __init__(
         self, inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], *,
@@ -235,12 +145,15 @@ class Projection(LinearMap):
         self.lora: LowRank | None = nnx.data(None)
         self.expand: LinearMap | None = nnx.data(None)
 
-    @property
-    def weights(self) -> Weights:
-        ctx = current()
-        adapter = self.lora and self.lora.adapter
-        rounds = ctx and not ctx.is_planned  # `partition.rules.quantized` rounds the products of whole arrays
-        return super().weights._replace(adapter=adapter, number_format=ctx.number_format if ctx and rounds else None)
+    def __call__(self, x: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
+        """The product with LoRA's update, DoRA's magnitudes or the second factor if there are any, and the bias."""
+        y = self.product(x)
+        if self.lora is not None:
+            y = y + self.lora.term(x)
+            y = self.lora.stretched(y, self._kernel)
+        if self.expand is not None:
+            y = self.expand.product(y)
+        return y if self.bias is None else y + self.bias[...]
 
     def factorize(self, rank: int, rngs: nnx.Rngs) -> None:
         """Replaces the kernel by two factors of this rank, initialized at random."""
@@ -252,33 +165,10 @@ class Projection(LinearMap):
         expand = normal(rngs, (*shape[:start], rank, *shape[end:]), rank**-0.5, (*dims[:start], "rank", *dims[end:]))
         self.expand = LinearMap(expand, 1)
 
-    def finish(self, y: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
-        """Multiplies by DoRA's magnitudes or by the second factor, if there are any, and adds the bias.
-
-        `row_parallel` does so after the sum over shards, so that the bias counts once, and fewer bytes are summed.
-        """
-        if self.lora is not None and self.lora.magnitude is not None:
-            y = y * self.lora.stretch(self._kernel, self._dims).astype(y.dtype)
-        if self.expand is not None:
-            y = linear.product(y, self.expand.weights)
-        return y if self.bias is None else y + self.bias[...]
-
-
-def column_parallel(x: linear.Input, maps: Sequence[Projection], dim: str) -> Iterator[Float[Array, "B S ..."]]:
-    """Projects x by each map, where `dim` of the outputs is sharded. See `parallel.linear`."""
-    products = linear.column_parallel(x, [projection.weights for projection in maps], dim)
-    return (projection.finish(y) for projection, y in zip(maps, products, strict=True))
-
-
-def row_parallel(x: linear.Input, down: Projection, dim: str) -> Float[Array, "B R D"]:
-    """Projects x by `down`, where `dim` of the inputs is sharded. See `parallel.linear`."""
-    return down.finish(linear.row_parallel(x, down.weights, dim))
-
 
 class SwiGLU(nnx.Module):
     """`(silu(x @ gate[D, M]) * (x @ up[D, M])) @ down[M, D]`. Source: Shazeer 2020, arXiv:2002.05202."""
 
-    sharding: ClassVar[Sharding] = Projection.sharding
     activations: ClassVar[tuple[Activation, ...]] = ("gate", "up")
     num_matrices: ClassVar[int] = 3
 
@@ -289,15 +179,10 @@ class SwiGLU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BRD: linear.Input) -> Float[Array, "B R D"]:
-        gate, up = column_parallel(x_BRD, [self.gate, self.up], "mlp")
-        gate = named(gate, "gate")
-        up = named(up, "up")
-
-        def hidden() -> Float[Array, "B S M"]:
-            return constrain(silu_product(gate, up), "batch", "seq", "mlp")
-
-        return row_parallel(hidden, self.down, "mlp")
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        gate = named(self.gate(x_BSD), "gate")
+        up = named(self.up(x_BSD), "up")
+        return self.down(constrain(silu_product(gate, up), "batch", "seq", "mlp"))
 
 
 @jax.custom_vjp
@@ -318,7 +203,6 @@ silu_product.defvjp(lambda gate, up: (silu_product(gate, up), (gate, up)), _silu
 class GELU(nnx.Module):
     """`gelu(x @ up[D, M]) @ down[M, D]`, with GPT-2's tanh approximation. Source: arXiv:1606.08415."""
 
-    sharding: ClassVar[Sharding] = Projection.sharding
     activations: ClassVar[tuple[Activation, ...]] = ("up",)
     num_matrices: ClassVar[int] = 2
 
@@ -328,14 +212,9 @@ class GELU(nnx.Module):
         self.up = Projection(embed, hidden, bias=bias, rngs=rngs)
         self.down = Projection(hidden, embed, bias=bias, rngs=rngs, std=out_std)
 
-    def __call__(self, x_BRD: linear.Input) -> Float[Array, "B R D"]:
-        (up,) = column_parallel(x_BRD, [self.up], "mlp")
-        up = named(up, "up")
-
-        def hidden() -> Float[Array, "B S M"]:
-            return constrain(jax.nn.gelu(up), "batch", "seq", "mlp")
-
-        return row_parallel(hidden, self.down, "mlp")
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        up = named(self.up(x_BSD), "up")
+        return self.down(constrain(jax.nn.gelu(up), "batch", "seq", "mlp"))
 
 
 def dropout(
@@ -357,9 +236,6 @@ def dropout(
     if key is None or rate == 0.0:
         return x_BSD
     words = jax.random.key_data(key).astype(jnp.uint32)
-    if not planned():
-        ctx = manual()
-        return _dropped(x_BSD, rows_B, words, rate, ctx.residual_axes if ctx else ())
 
     def compute(call: Call, x_BSD: jax.Array, rows_B: jax.Array, words: jax.Array) -> list[jax.Array]:
         return [_dropped(x_BSD, rows_B, words, rate, call.axes("tokens"), call.axes("channels"))]

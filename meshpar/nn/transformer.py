@@ -6,7 +6,6 @@ Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import jax
@@ -26,14 +25,13 @@ from meshpar.nn.compressed import LowRankKernel, store_compressed
 from meshpar.nn.experts import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS, Layer, Loop, loops_over, stack_of
-from meshpar.nn.layers import dropout, normal, use_adapters, within_layer
+from meshpar.nn.layers import dropout, normal
+from meshpar.nn.low_rank import use_adapters
 from meshpar.nn.quantized_kernel import Quantized
 from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
-from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel import tensor
-from meshpar.parallel.context import constrain, current, planned, platform
-from meshpar.parallel.data import gather_in_layer, gathering_again, gathers_again, streamed
+from meshpar.parallel.context import constrain, planned, platform
+from meshpar.parallel.data import gathering_again
 from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
 from meshpar.parallel.projection import Projection
 from meshpar.parallel.xla import is_unrolled
@@ -42,10 +40,8 @@ Batch = dict[str, Int[Array, "..."] | Bool[Array, "..."]]
 
 
 class NormClass(Protocol):
-    """The class of a decoder's norms. `sharding` says which dims it supports sharded, see `nn.supported`."""
+    """The class of a decoder's norms."""
 
-    @property
-    def sharding(self) -> Sharding: ...
     def __call__(self, width: int, *, eps: float) -> Callable[[Float[Array, "B R D"]], Float[Array, "B R D"]]: ...
 
 
@@ -56,8 +52,6 @@ class MLPClass(Protocol):
     select.
     """
 
-    @property
-    def sharding(self) -> Sharding: ...
     @property
     def num_matrices(self) -> int: ...
     @property
@@ -195,24 +189,10 @@ class Decoder(Config):
         unrolled = is_unrolled(platform, self.weights_of_a_layer, self.num_layers, recomputes)
         return self.num_layers if unrolled else 1
 
-    def has_own_arrays(self, platform: str) -> bool:
-        """Whether a step is faster if each layer has arrays of its own.
-
-        This is so without a loop on CPUs, where XLA copies slices of stacks. Padding needs the stack.
-        """
-        in_iteration = self.layers_of_an_iteration(platform, self.remat.recomputes)
-        return platform == "cpu" and 1 < in_iteration == self.num_layers == self.stacked_layers
-
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
-
-    @property
-    def sharding(self) -> tuple[Sharding, ...]:
-        """Which dims each layer supports sharded, see `nn.supported`."""
-        layers = (self.attention, Transformer, self.norm, self.mlp_class, Attention)
-        return tuple(layer.sharding for layer in layers)
 
     @property
     def activations(self) -> tuple[Activation, ...]:
@@ -221,7 +201,7 @@ class Decoder(Config):
 
     @property
     def mlp_class(self) -> Any:
-        """The class of the MLPs, or of the experts that replace them; it has `sharding` and `activations`."""
+        """The class of the MLPs, or of the experts that replace them; it has `activations`."""
         return MixtureOfExperts if self.experts else self.mlp
 
     def build_mlp(self, stack: str, out_std: float, rngs: nnx.Rngs) -> nnx.Module:
@@ -269,17 +249,17 @@ class Block(nnx.Module):
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])
 
         x_BRD = named(x_BRD, "input")
-        normed = partial(self.attn_norm, x_BRD)
-        attended, cache = self.attn(normed, core, batch["positions"], batch.get("segments"), rope, window)
+        places = batch["positions"], batch.get("segments")
+        attended, cache = self.attn(self.attn_norm(x_BRD), core, *places, rope, window)
         x_BRD = named(x_BRD + drop(attended, 0), "residual")
-        mlp_out_BRD, auxiliary = self._mlp(partial(self.mlp_norm, x_BRD), batch)
+        mlp_out_BRD, auxiliary = self._mlp(self.mlp_norm(x_BRD), batch)
         x_BRD += drop(mlp_out_BRD, 1)
         return constrain(x_BRD, "batch", "residual_seq", "embed"), auxiliary, cache
 
-    def _mlp(self, normed: Callable[[], jax.Array], batch: Batch) -> tuple[Float[Array, "B R D"], Auxiliary]:
+    def _mlp(self, x_BRD: Float[Array, "B R D"], batch: Batch) -> tuple[Float[Array, "B R D"], Auxiliary]:
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(normed(), batch.get("targets"))
-        return with_auxiliary(self.mlp(normed))
+            return self.mlp(x_BRD, batch.get("targets"))
+        return with_auxiliary(self.mlp(x_BRD))
 
 
 class Transformer(nnx.Module):
@@ -291,12 +271,6 @@ class Transformer(nnx.Module):
     A batch contains int32 [batch, seq] `tokens`, `positions` and `segments`, and int32 [batch] `rows`, the indices of
     its rows in the global batch.
     """
-
-    sharding: ClassVar[Sharding] = {
-        "residual_seq": Supported(within="vocab"),
-        "layers": Supported(storage=False, same_as="stage", why="a device needs all layers of its stage"),
-        "positions": Supported(partition=False, why="a device looks up any position"),
-    }
 
     def __init__(self, model: Decoder, rngs: nnx.Rngs):
         self.model = model
@@ -324,7 +298,7 @@ class Transformer(nnx.Module):
 
     def forward(self, batch: Batch, key: PRNGKeyArray | None = None) -> Outputs:
         """Returns the projection of the logits, and the auxiliary losses and metrics of all layers."""
-        embedding_VD = _gathered(self.embedding)
+        embedding_VD = self.embedding[...]
         x_BRD, auxiliary, _ = self._scan(self._embed(embedding_VD, batch, key), batch, key)
         return Outputs(self._project(x_BRD, embedding_VD if self.model.tie_embeddings else None), *auxiliary)
 
@@ -340,7 +314,7 @@ class Transformer(nnx.Module):
           Logits [batch, vocab] of the token after the last one, or [batch, n, vocab] of those after several, local
           shards of the vocabulary; and the cache with these tokens.
         """
-        embedding_VD = _gathered(self.embedding)
+        embedding_VD = self.embedding[...]
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)
         last = batch["last"]
         at_BN = last[:, None] if last.ndim == 1 else last
@@ -351,9 +325,10 @@ class Transformer(nnx.Module):
     def _embed(
         self, embedding_VD: Float[Array, "V D"], batch: Batch, key: PRNGKeyArray | None
     ) -> Float[Array, "B R D"]:
-        x_BRD = tensor.embed(embedding_VD, batch["tokens"])
+        # GSPMD partitions this gather well only when the table is not sharded in embed.
+        x_BRD = constrain(embedding_VD, "vocab", "embed")[batch["tokens"]]
         if self.model.learned_positions:
-            x_BRD += _gathered(self.positions)[tensor.local_seq(batch["positions"])]
+            x_BRD += self.positions[...][batch["positions"]]
         x_BRD = dropout(x_BRD, self.model.dropout, _fold(key, self.model.num_layers), batch["rows"])
         return constrain(x_BRD, "batch", "residual_seq", "embed")
 
@@ -364,7 +339,7 @@ class Transformer(nnx.Module):
         loops = loops_over(self.model.num_layers, self.model.experts)
         unroll = self.model.layers_of_an_iteration(platform(), self.model.remat.recomputes)
         if planned() and self.model.unroll == "auto":
-            unroll = 1  # stages loop over few layers, for which a step without a loop takes 1.2 times as long on CPUs
+            unroll = 1  # the partitioner decides
 
         def layer_of(stack: str, graph: Any) -> Layer:
             num_rows = len(self.model.layers_in(stack))
@@ -374,14 +349,14 @@ class Transformer(nnx.Module):
             ) -> tuple[Any, Auxiliary]:
                 x, cache = carry
                 params, index, place = row
-                block = nnx.merge(graph, _gathered_layer(params))
+                block = nnx.merge(graph, params)
                 use_adapters(block, batch.get("adapters"))
                 window = self.model.window_of(index)
                 core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
                 x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
                 return (x, cache), auxiliary.share(num_rows, place)
 
-            if not (self.model.remat.recomputes or gathers_again()):
+            if not self.model.remat.recomputes:
                 return layer
             policy = gathering_again(self.model.remat.checkpoint_policy())
             # XLA does not merge the recomputation with the forward across a loop; without a loop it needs barriers.
@@ -399,9 +374,7 @@ class Transformer(nnx.Module):
         return x_BRD, auxiliary, cache
 
     def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Projection:
-        graph, norm = nnx.split(self.norm)
-        head_DV = _gathered(self.head) if tied_VD is None else tied_VD.T
-        return Projection(nnx.merge(graph, _gathered_layer(norm))(x_BRD), head_DV)
+        return Projection(self.norm(x_BRD), self.head[...] if tied_VD is None else tied_VD.T)
 
 
 def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
@@ -426,22 +399,6 @@ def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         param.set_metadata(dims=("layers", *param.get_metadata()["dims"]))
     return stacked
-
-
-def _gathered_layer(params: Any) -> Any:
-    """Gathers the parameters of one module, inside the scan that removes the dim `layers`."""
-    return jax.tree_util.tree_map_with_path(_gathered_part, params, is_leaf=lambda x: isinstance(x, nnx.Param))
-
-
-def _gathered_part(path: Any, param: Any) -> Any:
-    dims = within_layer(param)
-    # A projection that overlaps communication gathers its kernel itself, in chunks. Experts do not.
-    by_itself = path[-1].key == "kernel" and "experts" not in dims and streamed(dims, current())
-    return param if by_itself else param.replace(gather_in_layer(param[...], dims))
-
-
-def _gathered(param: nnx.Param) -> jax.Array:
-    return gather_in_layer(param[...], param.get_metadata()["dims"])
 
 
 def _fold(key: PRNGKeyArray | None, index: int | Int[Array, ""]) -> PRNGKeyArray | None:

@@ -39,7 +39,10 @@ Dims = tuple[str, ...]
 Stored = tuple[tuple[int, Axes], ...]
 """(position of a dim, the axes over which it is stored), for each dim that is stored in shards."""
 Policy = Callable[..., Any]
-_FREE = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "iota", "eq", "ge", "and"}
+_FREE = {
+    "broadcast_in_dim", "reshape", "squeeze", "transpose", "slice", "dynamic_slice", "concatenate", "iota", "eq", "ge",
+    "and",
+}  # fmt: skip
 _ELEMENTWISE = {
     "add", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow", "sqrt", "rsqrt", "exp", "log", "logistic",
     "tanh", "erf", "select_n", "convert_element_type",
@@ -64,26 +67,6 @@ def gather_in_layer(params: Any, dims: Any) -> Any:
     if ctx is None or not ctx.gathers_in_layers:
         return params
     return jax.tree.map(lambda x, names: _whole(x, names, ctx), params, dims, is_leaf=is_mixed)
-
-
-def streamed(dims: Dims, ctx: ParallelContext | None) -> Stored:
-    """The storage of a linear map's kernel, if the kernel is gathered during the product; else empty.
-
-    Args:
-      dims: the kernel's dims within its layer.
-    """
-    if ctx is None or not ctx.manual or not ctx.parallel.fsdp.in_chunks or not ctx.gathers_in_layers:
-        return ()
-    stored = _stored(dims, ctx)
-    return stored if len(stored) == 1 else ()
-
-
-def gathers_again() -> bool:
-    """Whether the backward gathers parameters again, as ZeRO-3 does."""
-    ctx = manual()
-    if ctx is None or ctx.rules.zero_stage != 3:
-        return False
-    return any(ctx.storage(dim) for dim in ctx.rules.table if dim != "batch")
 
 
 def gathering_again(policy: Policy) -> Policy:

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 
 from meshpar.parallel import tensor
 from meshpar.parallel.context import constrain, current
-from meshpar.parallel.linear import Weights, column_parallel
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
 from meshpar.tree import human_bytes
@@ -88,34 +87,15 @@ class Projection:
 
     Args:
       hidden: [batch, residual_seq, embed], the output of the last norm.
-      head: [embed, vocab], local shard of the vocabulary.
+      head: [embed, vocab].
     """
 
     hidden: jax.Array
     head: jax.Array
 
     def logits(self) -> Float[Array, "B S V"]:
-        """The logits [batch, seq, vocab], local shards of the vocabulary. Communication: that of `column_parallel`."""
-        (logits,) = column_parallel(self.hidden, [Weights(self.head)], "vocab")
-        return constrain(logits, "batch", "seq", "vocab")
-
-    def summed(self, cost: Cost, tokens: Any, shared: Any, chunk: Chunk) -> Float[Array, ""]:
-        """The sum of the losses of all tokens. In chunks, neither forward nor backward holds all logits.
-
-        Args:
-          cost: the loss of a chunk. Only its first argument is differentiated.
-          tokens: tree of [batch, seq, ...], of which `cost` gets a chunk.
-          shared: tree of arrays of any shape, which `cost` gets whole.
-
-        Communication: that of `tensor.enter_region`, once; and that of `cost`, in each chunk. GSPMD sums the loss over
-          devices in each chunk, one number.
-        Memory: the logits and their gradient, of one chunk; the gradient of the head, in float32 at least.
-        """
-        rows, seq = jax.tree.leaves(tokens)[0].shape[:2]
-        length = length_on_device(chunk, rows, seq, self.head)
-        if length is None:
-            return cost(self.logits(), tokens, shared)
-        return summed_in_chunks(cost, length, tensor.enter_region(self.hidden, "vocab"), self.head, tokens, shared)
+        """The logits [batch, seq, vocab]."""
+        return logits_of(self.hidden, self.head)
 
 
 jax.tree_util.register_dataclass(Projection, ["hidden", "head"], [])
@@ -132,7 +112,7 @@ def length_on_device(chunk: Chunk, rows: int, seq: int, head: jax.Array) -> int 
 def summed_in_chunks(
     cost: Cost, length: int, hidden: Float[Array, "B S D"], head: Float[Array, "D V"], tokens: Any, shared: Any
 ) -> Float[Array, ""]:
-    """See `Projection.summed`. The hidden states are those of whole rows, typed as varying like the head."""
+    """See `train.projected`. The hidden states are those of whole rows, typed as varying like the head."""
     hidden = constrain(hidden, "batch", "seq", "embed")
     return _summed(cost, length, hidden, _for_each_group(head), tokens, shared)
 

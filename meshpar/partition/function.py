@@ -65,7 +65,7 @@ class PartitionedFunction:
             params, arrays = jax.tree.unflatten(tree, leaves)
             return self.function(params, *arrays)
 
-        with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False)):
+        with untyped(), jax.sharding.use_abstract_mesh(mesh), tracing(replace(ctx, manual=False, is_planned=True)):
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
             scope = Scope(ctx, RULES)
             nodes = scope.plan(closed.jaxpr, closed.consts, [scope.input(layout) for layout in layouts])

@@ -21,7 +21,7 @@ from meshpar.parallel.precision import is_mixed
 from meshpar.partition.in_loops import made_in_loops
 from meshpar.partition.layout import Layout, count
 from meshpar.partition.moved_values import check_declared, moved_values
-from meshpar.partition.plan import Scope
+from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Program, Use
 from meshpar.partition.rules import RULES
 from meshpar.partition.rules.quantized import UNROUNDED
@@ -47,6 +47,7 @@ class PartitionedLoss:
       params, carried: trees of `ArraySpec`.
       batch: name -> `ArraySpec`.
       rewrite: replaces operations of the traced program before it is planned.
+      copies: keys of the carried state under which there are copies of the parameters, stored as these are.
     """
 
     loss: WholeLoss
@@ -54,6 +55,7 @@ class PartitionedLoss:
     batch: dict[str, ArraySpec]
     carried: Any
     rewrite: Rewrite = lambda closed: closed
+    copies: tuple[str, ...] = ()
 
     def __call__(self, params: Any, batch: Batch, key: Any, carried: Any) -> Any:
         ctx = manual() or _rounding_alone()
@@ -87,7 +89,13 @@ class PartitionedLoss:
 
     def state_layouts(self, ctx: ParallelContext, carried: Any, are_local: bool = True) -> list[Layout]:
         """The layout of each leaf of the carried state."""
-        return [_state(ctx, x, spec.dims, are_local) for x, spec in _pairs(carried, self.carried)]
+        if not self.copies:
+            return [_state(ctx, x, spec.dims, are_local) for x, spec in _pairs(carried, self.carried)]
+        return [
+            (parameter_layout if key in self.copies else _state)(ctx, x, spec.dims, are_local)
+            for key in sorted(carried)
+            for x, spec in _pairs(carried[key], self.carried[key])
+        ]
 
 
 def _rounding_alone() -> ParallelContext | None:
@@ -116,7 +124,7 @@ def planned(
     scope.program.outputs = [
         returned(scope, nodes[0], (), ctx.loss_axes),  # each device differentiates its part of the loss
         *(whole_or_parts(scope, node) for node in nodes[1:num_sums]),
-        *(returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
+        *(_state_returned(scope, node, axes) for node, axes in zip(nodes[num_sums:], carried, strict=True)),
     ]
     _check_overlaps(scope)
     if ctx.strict:
@@ -163,6 +171,11 @@ def returned(scope: Scope, node: Any, axes: tuple[Axes, ...], partial: Axes = ()
     placed = scope.demand(scope.ready(node), axes)
     sharding = {axis for dim in axes for axis in dim}
     return Use(placed.register, axes, frozenset({*sharding, *partial, *scope.ctx.slice_axes}), partial)
+
+
+def _state_returned(scope: Scope, node: Any, axes: tuple[Axes, ...]) -> Use:
+    """Carried state as a result. A copy of a parameter stays stored, as nothing changed it."""
+    return Use(node.register) if isinstance(node, Placed) and node.layout.stored else returned(scope, node, axes)
 
 
 def whole_or_parts(scope: Scope, node: Any) -> Use:

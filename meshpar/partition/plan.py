@@ -121,10 +121,11 @@ class Scope:
         source: Source,
         inner: tuple[tuple[Program, int], ...] = (),
         equation: tuple[str, str, str] | None = None,
+        then: Callable[..., Any] | None = None,
     ) -> list[Placed]:
         placed = [self.register(layout) for layout in layouts]
         outs = tuple(one.register for one in placed)
-        self.program.steps.append(Step(compute, tuple(uses), outs, source, inner, equation))
+        self.program.steps.append(Step(compute, tuple(uses), outs, source, inner, equation, then))
         return placed
 
     def mark(self) -> tuple[Any, ...]:
@@ -244,7 +245,9 @@ class Scope:
             return self.step(compute, uses, layouts, replace(source, name=COLLECTIVE_MATMUL))
         # JAX does not differentiate a derivative, and the products of `streamed` are differentiated.
         equation = None if self.is_derivative else signature.equation
-        return self.step(compute, uses, layouts, source, equation=equation)
+        of_product = signature.then
+        then = of_product and (lambda *arrays: of_product(call, *arrays))
+        return self.step(compute, uses, layouts, source, equation=equation, then=then)
 
     def assigned(self, signature: Signature, nodes: Sequence[Any], passes: bool = False) -> Assigned:
         """The axes that the operands decide on."""
@@ -385,7 +388,7 @@ class Scope:
                     names.setdefault(label, name)
         summed = tuple(axis for label in signature.summed for axis in assigned.get(label, ()))
         closed = {axis for label in signature.closed for axis in assigned.get(label, ())}
-        pinned = signature.views and nodes[0].layout.is_pinned
+        pinned = signature.pins or (signature.views and nodes[0].layout.is_pinned)
         operands = [node.layout for node in nodes if math.prod(node.layout.shape) > 1]  # numbers scale a weight
         is_weight = bool(operands) and all(layout.is_weight for layout in operands)
         axes = [sharded(labels, assigned) for labels in signature.outs]

@@ -64,6 +64,7 @@ class Step:
       source: the operation of the user's program, and its line.
       inner: programs that it contains, such as the body of a loop, with how often each runs.
       equation: see `Signature`.
+      then: as there, without its first argument.
     """
 
     compute: Callable[..., Sequence[Any]]
@@ -72,6 +73,7 @@ class Step:
     source: Source
     inner: tuple[tuple[Program, int], ...] = ()
     equation: tuple[str, str, str] | None = None
+    then: Callable[..., Sequence[Any]] | None = None
 
 
 @dataclass

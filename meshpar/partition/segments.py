@@ -16,11 +16,13 @@ import jax
 
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.data import CHEAP, gathering_again
+from meshpar.partition.joint import joint
 from meshpar.partition.layout import Layout, Sizes
 from meshpar.partition.program import Program, Register, Step, Use
 from meshpar.partition.streamed import streamed
 
 VIEWS = {"slice", "concatenate", "split", "pad", "rev", "sin", "cos", "expand_dims", "reduce_max", "stop_gradient"}
+WITH_OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call"}
 PRODUCT = "dot_general"
 
 
@@ -34,11 +36,12 @@ def differentiable(program: Program, ctx: ParallelContext) -> Callable[..., list
     Under ZeRO-3 the backward gathers the parameters again. If the program's loops gather layers again, it holds its
     other parameters, which are those of the model's ends.
     """
-    program = streamed(program, ctx)
+    program = joint(streamed(program, ctx))
     loops = (inner for step in program.steps for inner, _ in step.inner)
+    run = partial(program.run_in, segments(program))
     if ctx.rules.zero_stage == 3 and _gathers(program) and not any(map(_gathers, loops)):
-        return jax.checkpoint(program.run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
-    return partial(program.run_in, segments(program))
+        return jax.checkpoint(run, policy=gathering_again(jax.checkpoint_policies.everything_saveable))
+    return run
 
 
 def _gathers(program: Program) -> bool:
@@ -48,6 +51,21 @@ def _gathers(program: Program) -> bool:
 def segments(program: Program) -> list[Segment]:
     """Divides a program. A step outside of a segment runs alone."""
     return _Division(program.steps, program.outputs, program.layouts, program.sizes).run()
+
+
+def _is_cheap(step: Step) -> bool:
+    """Whether a step is elementwise; or a function of such steps, which has a derivative of its own."""
+    if step.source.name not in WITH_OWN_DERIVATIVE:
+        return not step.inner and step.source.name in CHEAP | VIEWS
+    return all(
+        _is_cheap(one) and not any(_communicates(use, inner.layouts, inner.sizes) for use in one.ins)
+        for inner, _ in step.inner
+        for one in inner.steps
+    )
+
+
+def _communicates(use: Use, layouts: Sequence[Layout], sizes: Sizes) -> bool:
+    return any(move.sent for move in use.moves(layouts[use.register], sizes)) or bool(use.partial)
 
 
 class _Division:
@@ -76,10 +94,19 @@ class _Division:
         return found
 
     def _first(self) -> Step:
-        return next(step for step in self.left if all(use.register in self.done for use in step.ins))
+        """The next step that runs alone. What is gathered for it is there for the segments that wait for it."""
+        ready = [step for step in self.left if all(use.register in self.done for use in step.ins)]
+        return next((step for step in ready if self._gathers(step)), ready[0])
+
+    def _gathers(self, step: Step) -> bool:
+        """Whether a step reads a parameter that is stored in shards, and was not gathered yet."""
+        return any(self.layouts[use.register].stored and use not in self.sent for use in step.ins)
 
     def _segment(self) -> Segment | None:
-        """All elementwise steps that can run now, and the products that read them; None if there is no such product."""
+        """The products whose operands elementwise steps can make now, and these steps; None if there are none.
+
+        Other steps wait for a segment that needs them: what this one made would be held for it.
+        """
         alone: set[Use] = set()
         while True:
             steps, own = self._grown(alone)
@@ -94,13 +121,18 @@ class _Division:
 
     def _grown(self, alone: set[Use]) -> tuple[list[Step], set[Register]]:
         own: set[Register] = set()
-        cheap = [step for step in self.left if self._is_cheap(step) and self._joins(step, own, alone)]
+        cheap = [step for step in self.left if _is_cheap(step) and self._joins(step, own, alone)]
         products = [
             step for step in self.left
             if step.source.name == PRODUCT and self._can_run(step, own, alone)
             and any(use.register in own for use in step.ins)
         ]  # fmt: skip
-        return [*cheap, *products], own
+        needed = {use.register for step in products for use in step.ins}
+        for step in reversed(cheap):
+            if not needed.isdisjoint(step.outs):
+                needed |= {use.register for use in step.ins}
+        cheap = [step for step in cheap if not needed.isdisjoint(step.outs)]
+        return [*cheap, *products], own & {out for step in cheap for out in step.outs}
 
     def _joins(self, step: Step, own: set[Register], alone: set[Use]) -> bool:
         if not self._can_run(step, own, alone):
@@ -115,11 +147,8 @@ class _Division:
             for use in step.ins
         )
 
-    def _is_cheap(self, step: Step) -> bool:
-        return not step.inner and step.source.name in CHEAP | VIEWS
-
     def _communicates(self, use: Use) -> bool:
-        return any(move.sent for move in use.moves(self.layouts[use.register], self.sizes)) or bool(use.partial)
+        return _communicates(use, self.layouts, self.sizes)
 
     def _sums_gradients(self, use: Use) -> bool:
         """Whether the backward of this use sums gradients over devices: then it is made once for all that read it."""

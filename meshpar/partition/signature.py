@@ -56,11 +56,14 @@ class Signature:
       compute: what each device computes.
       summed: labels of operands over whose axes the results are partial sums.
       closed: labels over whose axes `compute` communicates itself, so that its results are the same on all of them.
+      whole: labels that no axis shards, and that only pass on the names of their dims.
       linear: whether pending sums may pass to the result: `one` if at most one operand has any, `all` if all operands
         have the same, `no` if the operation needs their values.
       views: whether the result is its only operand in another form, so that it stays pinned.
+      pins: whether other operands move to the results, as to a parameter that a rule shards.
       is_product: whether the results are linear in each operand, as those of a product are.
-      equation: the letters of two operands and of their product, if it is one that `streamed` can compute in chunks.
+      equation: the letters of the first two operands and of their product, if `streamed` can compute it in chunks.
+      then: (call, that product, *other operands) -> local results; None if the product is the result.
     """
 
     ins: tuple[Labels, ...]
@@ -68,10 +71,13 @@ class Signature:
     compute: Compute
     summed: tuple[Label, ...] = ()
     closed: tuple[Label, ...] = ()
+    whole: tuple[Label, ...] = ()
     linear: Literal["no", "one", "first", "all"] = "no"
     views: bool = False
+    pins: bool = False
     is_product: bool = False
     equation: tuple[str, str, str] | None = None
+    then: Compute | None = None
 
     def check(self, assigned: Assigned) -> None:
         """Raises AssertionError if an axis that shards an operand neither shards a result nor ends in it as a sum.
@@ -118,7 +124,7 @@ def assign(signature: Signature, operands: Sequence[Operand], sizes: Any) -> Ass
     order = sorted(range(len(operands)), key=lambda i: (*operands[i].priority, i))
     for i in order:
         for label, axes in zip(signature.ins[i], operands[i].wanted, strict=True):
-            if label is None or label in assigned:
+            if label is None or label in assigned or label in signature.whole:
                 continue
             free = tuple(axis for axis in axes if axis not in taken)
             is_even = not any(size % count(free, sizes) for size in lengths[label])

@@ -15,6 +15,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def streams(program: Program, ctx: ParallelContext) -> bool:
 def _scattering(program: Program, ring: Ring) -> Program:
     layouts, steps = list(program.layouts), list(program.steps)
     for place, step in enumerate(steps):
-        if step.equation is None:
+        if step.equation is None or step.then:
             continue
         (register,) = step.outs
         uses = {use for use in _uses(program) if use.register == register}
@@ -87,9 +88,15 @@ def _gathering(program: Program, ring: Ring) -> Program:
     for use, steps in readers.items():
         move = _only_move(program, {use}, "all-gather", ring)
         is_kept = use in program.outputs or any(step.equation is None or step not in program.steps for step in steps)
-        if move and move.varies and not is_kept and all(Counter(step.ins)[use] == 1 for step in steps):
+        if (
+            move
+            and move.varies
+            and not is_kept
+            and all(use not in step.ins[2:] for step in steps)
+            and all(Counter(step.ins)[use] == 1 for step in steps)
+        ):
             group = _group(program, use, steps, move, ring)
-            ordered = _in_order([group, *(step for step in program.steps if step not in steps)], program)
+            ordered = in_order_of_reads([group, *(step for step in program.steps if step not in steps)], program)
             program = replace(program, steps=ordered) if ordered else program
     return program
 
@@ -97,15 +104,21 @@ def _gathering(program: Program, ring: Ring) -> Program:
 def _group(program: Program, use: Use, steps: Sequence[Step], move: Move, ring: Ring) -> Step:
     """One step of all products that read a gathered value."""
     own = Use(use.register, program.layouts[use.register].axes, use.varies)
-    others = [next(one for one in step.ins if one != use) for step in steps]
+    others = [next(one for one in step.ins[:2] if one != use) for step in steps]
+    more = [step.ins[2:] for step in steps]
     equations = [_of_common_letters(step, step.ins.index(use)) for step in steps]
     dim = string.ascii_uppercase[move.dim]
 
-    def compute(x: jax.Array, *ws: jax.Array) -> Sequence[jax.Array]:
-        return all_gather_matmul(equations, x, ws, ring, dim=dim)
+    def compute(x: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+        left = iter(arrays[len(steps) :])
+        products = all_gather_matmul(equations, x, arrays[: len(steps)], ring, dim=dim)
+        return [
+            step.then(y, *(next(left) for _ in rest))[0] if step.then else y
+            for step, y, rest in zip(steps, products, more, strict=True)
+        ]
 
     outs = tuple(step.outs[0] for step in steps)
-    return Step(compute, (own, *others), outs, _named(steps[0]))
+    return Step(compute, (own, *others, *chain(*more)), outs, _named(steps[0]))
 
 
 def _of_common_letters(step: Step, of_x: int) -> str:
@@ -116,7 +129,7 @@ def _of_common_letters(step: Step, of_x: int) -> str:
     return f"{operands[of_x]},{operands[1 - of_x]}->{result}".translate(common)
 
 
-def _in_order(steps: list[Step], program: Program) -> list[Step] | None:
+def in_order_of_reads(steps: list[Step], program: Program) -> list[Step] | None:
     """The steps, each after those that it reads; None if a product reads the result of another one of its group."""
     places = {out: place for place, step in enumerate(program.steps) for out in step.outs}
     left = sorted(steps, key=lambda step: min(places[out] for out in step.outs) if step.outs else len(places))

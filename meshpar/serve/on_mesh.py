@@ -21,6 +21,7 @@ from meshpar.nn.transformer import Batch, Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.precision import computed_in, stored_in
 from meshpar.parallel.strategies import Parallel
+from meshpar.partition.function import PartitionedFunction
 from meshpar.sharding.resolve import Placement, resolve
 from meshpar.sharding.rules import UNNAMED, AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -81,14 +82,20 @@ class ModelOnMesh(ABC):
         cache_pspecs = type(cache)(*pspecs(self.cache))
         in_specs = (pspecs(self.params), self.ctx.pspec("batch"), cache_pspecs)
         out_specs = (self.logits_pspec(batch["last"]), cache_pspecs)
-        return on_shards(self.local_logits, self.ctx, in_specs, out_specs)(params, batch, cache)
+        rows, vocab = self.ctx.axes("batch"), self.ctx.axes("vocab")
+        of_cache = [placement.axes for placement in jax.tree.leaves(self.cache)]
+        of_batch = [(rows, *[()] * (x.ndim - 1)) for x in jax.tree.leaves(batch)]
+        of_logits = (rows, *[()] * (batch["last"].ndim - 1), vocab)
+        specs = jax.tree.map(lambda placement: placement.spec, self.params)
+        local = PartitionedFunction(self._logits, specs, [*of_batch, *of_cache], [of_logits, *of_cache])
+        return on_shards(local, self.ctx, in_specs, out_specs)(params, batch, cache)
 
     def logits_pspec(self, last: jax.Array) -> PartitionSpec:
         """The sharding of the logits after one token or after several tokens of each row, see `Transformer.decode`."""
         return self.ctx.pspec("batch", "vocab") if last.ndim == 1 else self.ctx.pspec("batch", "seq", "vocab")
 
-    def local_logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
-        """`Transformer.decode` on local shards, or on global arrays under GSPMD."""
+    def _logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
+        """`Transformer.decode` on whole arrays."""
         return self._apply(jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), params), batch, cache)
 
     def placed(self, shape: tuple[int, ...], dtype: Any, dims: tuple[str, ...]) -> Placement:

@@ -13,15 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.mesh.varying import invariant, varying, varying_alike
+from meshpar.mesh.varying import Axes
 from meshpar.parallel import tensor
-from meshpar.parallel.context import ACTIVATION_DIMS, current, manual_axes, tracing
-from meshpar.parallel.projection import Chunk, length_on_device, summed_in_chunks
-from meshpar.partition.op import apply
-from meshpar.partition.signature import Call, Signature
+from meshpar.parallel.context import manual_axes
+from meshpar.parallel.projection import Chunk, Cost
 from meshpar.train.loss import LossSums
-
-VOCAB = "vocab"
+from meshpar.train.projected import VOCAB, summed_over_logits
 
 
 def cross_entropy(
@@ -59,12 +56,9 @@ def cross_entropy(
     """
     hidden, head, labels = map(jnp.asarray, (hidden, head, labels))
     _check(hidden, head, labels, chunk, cap)
-    of_shards = manual_axes(VOCAB)  # of a loss that is written for local shards
+    vocab_size = head.shape[1] * math.prod(map(lax.axis_size, manual_axes(VOCAB)))
 
-    def compute(call: Call, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> list[jax.Array]:
-        axes = call.axes(VOCAB) or of_shards
-        vocab_size = head.shape[1] * math.prod(map(lax.axis_size, axes))
-
+    def cost_over(axes: Axes) -> Cost:
         def cost(logits: jax.Array, labels: jax.Array, _: Any) -> jax.Array:
             logits = logits if cap is None else cap * jnp.tanh(logits / cap)
             counted = labels >= 0
@@ -72,36 +66,10 @@ def cross_entropy(
             each = tensor.cross_entropy(logits, targets, vocab_size, label_smoothing, z_loss, axes)
             return jnp.where(counted, each, jnp.zeros_like(each)).sum()
 
-        if labels.ndim != 2:
-            split = labels.shape[:1] if labels.ndim > 2 else (1,)
-            labels = labels.reshape(*split, -1)
-            hidden = hidden.reshape(*labels.shape, -1)
-        labels = invariant(labels, axes)  # the planner types all operands alike
-        hidden, head = varying_alike(varying(hidden, axes), head)
-        with tracing(current() if _has_rules(hidden, head) else None):
-            return [_total(cost, chunk, hidden, head, labels)]
+        return cost
 
-    rows = tuple(("rows", dim) for dim in range(labels.ndim))
-    ins = ((*rows, None), (None, VOCAB), rows)
-    (total,) = apply(Signature(ins, ((),), compute, summed=rows, closed=(VOCAB,)), hidden, head, labels)
+    total = summed_over_logits(cost_over, hidden, head, labels, None, chunk)
     return LossSums(total, (labels >= 0).sum(dtype=jnp.int32))
-
-
-def _total(cost: Any, chunk: Chunk, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    rows, seq = labels.shape
-    length = length_on_device(chunk, rows, seq, head)
-    if length is None:
-        return cost(jnp.einsum("bsd,dv->bsv", hidden, head), labels, None)
-    return summed_in_chunks(cost, length, hidden, head, labels, None)
-
-
-def _has_rules(hidden: jax.Array, head: jax.Array) -> bool:
-    """Whether GSPMD is to shard these arrays by the rules of their dims; local shards need none."""
-    ctx = current()
-    if ctx is None or ctx.manual:
-        return True
-    sizes = zip(("batch", "seq", "embed", VOCAB), (*hidden.shape[:2], *head.shape), strict=True)
-    return all((dim in ctx.rules.table or dim in ACTIVATION_DIMS) and n % ctx.shards(dim) == 0 for dim, n in sizes)
 
 
 def _check(hidden: Any, head: Any, labels: Any, chunk: Any, cap: float | None) -> None:

@@ -21,6 +21,7 @@ from meshpar.parallel.data import partial_sum
 from meshpar.parallel.outputs import Outputs
 from meshpar.parallel.projection import Chunk, Projection, logits_of
 from meshpar.sharding.rules import AxisRules
+from meshpar.train.projected import summed_over_logits
 from meshpar.tree import flatten_with_paths, map_with_path
 
 MASKS = re.compile("mask|weight|valid|padding|segments", re.IGNORECASE)
@@ -276,5 +277,6 @@ def summed_over_tokens(
     rows, shared = split_off_shared(batch)
     tokens = {name: x for name, x in rows.items() if name in ("targets", TEACHER)}
     if isinstance(projected, Projection):
-        return projected.summed(cost, tokens, shared, chunk), count_targets(batch)
+        total = summed_over_logits(lambda axes: cost, projected.hidden, projected.head, tokens, shared, chunk)
+        return total, count_targets(batch)
     return cost(projected, tokens, shared), count_targets(batch)

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.mesh.varying import Axes, invariant
-from meshpar.parallel import data, tensor
+from meshpar.mesh.varying import Axes
+from meshpar.parallel import data
 from meshpar.parallel.batch import TEACHER, TEACHER_HEAD, Batch
 from meshpar.parallel.context import ParallelContext, constrain
 from meshpar.parallel.outputs import Outputs
 from meshpar.parallel.projection import Projection
+from meshpar.partition.function import PartitionedFunction
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.gradients import Gradients
@@ -109,29 +109,26 @@ class Teacher(Strategy):
     def __call__(self, params: Any, batch: Batch) -> Batch:
         """Computes the arrays that are added to a batch, as global arrays."""
         dims = jax.tree.map(lambda spec: spec.dims, self.specs)
-        gathered = self._gathered_axes
-        rows = self.student if gathered else self.ctx
-        out_specs = {
-            TEACHER: PartitionSpec(*rows.pspec("batch"), *self.ctx.pspec("seq", "embed")),
-            TEACHER_HEAD: self.ctx.pspec("embed", "vocab"),
-        }
+        rows = self.student if self._gathered_axes else self.ctx
+        axes = {name: tuple(map(self.ctx.axes, dims)) for name, dims in DIMS.items()}
+        axes[TEACHER] = (rows.axes("batch"), *axes[TEACHER][1:])
+        in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
+        own = {name: spec.dims for name, spec in self.batch_specs.items()} | {"rows": ("batch",)}
+        of_batch = [tuple(map(self.ctx.axes, own[name])) for name in sorted(batch)]
+        results = [axes[name] for name in sorted(axes)]
+        function = PartitionedFunction(self._of_whole_arrays, self.specs, of_batch, results)
 
         def local(params: Any, batch: Batch) -> Batch:
-            projected = self.apply(data.gather_params(params, dims), batch, None).projected
-            assert isinstance(projected, Projection), "a model with a vocabulary projects to it"
-            hidden = tensor.enter_region(projected.hidden, "vocab")
-            hidden = lax.all_gather(hidden, gathered, tiled=True) if gathered else hidden
-            found = {TEACHER: hidden, TEACHER_HEAD: projected.head}
-            return {name: self._returned(x, name, out_specs[name]) for name, x in found.items()}
+            return function(data.gather_params(params, dims), batch)
 
-        in_specs = (pspecs(self.placement), batch_pspecs(self.ctx, self.batch_specs))
+        out_specs = {name: PartitionSpec(*(x or None for x in of)) for name, of in axes.items()}
         return on_shards(local, self.ctx, in_specs, out_specs)(params, batch)
 
-    def _returned(self, x: jax.Array, name: str, pspec: PartitionSpec) -> jax.Array:
-        """An array in the compute dtype, typed as equal on the devices of all axes over which it is not sharded."""
-        sharded = {axis for axes in pspec if axes for axis in axes}
-        same = tuple(axis for axis in self.ctx.mesh.axis_names if axis not in sharded)
-        return constrain(invariant(x, same).astype(self.ctx.compute_dtype), *DIMS[name])
+    def _of_whole_arrays(self, params: Any, batch: Batch) -> Batch:
+        projected = self.apply(params, batch, None).projected
+        assert isinstance(projected, Projection), "a model with a vocabulary projects to it"
+        found = {TEACHER: projected.hidden, TEACHER_HEAD: projected.head}
+        return {name: constrain(x.astype(self.ctx.compute_dtype), *DIMS[name]) for name, x in found.items()}
 
 
 def unstaged(rules: AxisRules) -> AxisRules:

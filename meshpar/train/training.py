@@ -73,9 +73,9 @@ class Training:
       in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
         see `on_prepared_states`.
       rounds: when the rounds of local updates end; None without them.
-      has_own_arrays: platform -> whether its steps are faster with arrays for each layer, see `layer_arrays`.
-      is_of_whole_arrays: whether the losses are written for whole arrays, as a user's own are: in the manual lowering
-        `partition` makes them ones of local shards.
+      is_of_whole_arrays: whether the losses are written for whole arrays: in the manual lowering `partition` makes them
+        ones of local shards. Only a user's own may be written for local shards.
+      reads_positions: whether the losses read the places of tokens from the batch, so that rows may have another order.
     """
 
     specs: Any
@@ -96,8 +96,8 @@ class Training:
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     in_schedule_order: bool = False
     rounds: Rounds | None = None
-    has_own_arrays: Callable[[str], bool] = lambda platform: False
     is_of_whole_arrays: bool = False
+    reads_positions: bool = False
 
     def on(self, **changes: Any) -> Self:
         """Returns the same training with changes to its context, `ctx`, such as another mesh or lowering."""
@@ -167,9 +167,10 @@ class Training:
     def order(self) -> np.ndarray | None:
         """int[seq]: the token of a row at each place of its shards; None if rows keep their order.
 
-        A loss of whole arrays numbers the tokens of a row itself, so they keep it.
+        A loss of whole arrays keeps it if it numbers the tokens of a row itself.
         """
-        return None if self.is_of_whole_arrays else token_order(self.ctx, self.batch_specs)
+        is_kept = self.is_of_whole_arrays and not self.reads_positions
+        return None if is_kept else token_order(self.ctx, self.batch_specs)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -185,8 +186,14 @@ class Training:
         if not ctx.schedule:
             return None
         key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        whole = PartitionedLoss(loss, self.specs, batch, self.carried, with_attention)
+        whole = self._whole(loss, batch)
         return StagedLoss(whole, ctx, key, product_flops)
+
+    def _whole(self, loss: Loss, batch: dict[str, ArraySpec]) -> PartitionedLoss:
+        """A loss of whole arrays, partitioned, with the state of strategies that it reads."""
+        copies = tuple(one.key for one in self.strategies if one.key and one.is_of_loss)
+        carried = self.carried | dict.fromkeys(copies, self.specs) if copies else self.carried
+        return PartitionedLoss(loss, self.specs, batch, carried, with_attention, copies)
 
     @property
     def _batch_of_step(self) -> dict[str, ArraySpec]:
@@ -266,25 +273,24 @@ class Training:
     @cached_property
     def _traced_loss(self) -> ClosedJaxpr:
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
-        params, carried = jax.tree.map(lambda spec: spec.struct, (self.specs, self.carried))
-        with of_whole_arrays(self.ctx):
+        whole = self._whole(self.loss, self.batch_specs)
+        params, carried = jax.tree.map(lambda spec: spec.struct, (whole.params, whole.carried))
+        with of_whole_arrays(self.ctx) if self.ctx.manual else tracing(self.ctx):
             return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
 
     @property
     def _reads_layers_alone(self) -> bool:
         """Whether the step computes the layers of a stack without a loop."""
         on = platform_of(self.mesh) or "cpu"
-        if not (self.is_of_whole_arrays and self.ctx.manual):
-            return self.has_own_arrays(on)
-        if on != "cpu" or not has_stacks(self.specs):
+        if on != "cpu" or not self.is_of_whole_arrays or not has_stacks(self.specs):
             return False
-        return unrolls(self._traced_loss.jaxpr, on)
+        return unrolls(self._traced_loss.jaxpr, on if self.ctx.manual else None)
 
     @property
     def _with_own_arrays(self) -> Self:
         """The same training of a model whose layers are parameters of their own."""
         loss = with_stacks(self.loss, self.specs)
-        return replace(self, specs=cut_specs(self.specs), loss=loss, has_own_arrays=lambda platform: False)
+        return replace(self, specs=cut_specs(self.specs), loss=loss)
 
     @property
     def stored_layers(self) -> LayerOrder | LayerArrays | None:
@@ -302,10 +308,7 @@ class Training:
         return self._objective(self.loss, self.pipeline)
 
     def _objective(self, loss: Loss, pipeline: Pipeline | None) -> Objective:
-        if self.is_of_whole_arrays:
-            loss = PartitionedLoss(loss, self.specs, self.batch_specs, self.carried, with_attention)
-        else:
-            loss = of_shards(loss)
+        loss = self._whole(loss, self._batch_of_step) if self.is_of_whole_arrays else of_shards(loss)
         key = self.key or (lambda step: None)
         return Objective(loss, key, self.frozen, self.frozen_rows, pipeline, self._unseen)
 
@@ -314,13 +317,13 @@ class Training:
         """The activations that a forward pass moves between devices, in the manual lowering. Needs no devices.
 
         Raises:
-          ConfigError: the loss is not partitioned: it is one of meshpar's own, or is written for local shards.
+          ConfigError: the loss is written for local shards.
         """
         if not self.is_of_whole_arrays:
-            what = "meshpar's own layers, and a loss for local shards, move activations by collectives of their own"
+            what = "a loss that is written for local shards moves activations by collectives of its own"
             raise ConfigError(f"{what}; meshpar inspect lists them")
         ctx = replace(self.ctx, manual=True, num_microbatches=1, strict=False)
-        loss = PartitionedLoss(self.loss, self.specs, self.batch_specs, self.carried, with_attention)
+        loss = self._whole(self.loss, self.batch_specs)
         key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
         batch = jax.eval_shape(with_rows, self.batch)
         structs = (self.placement.params, of_loss(self.placement.carried, self._unseen))

@@ -10,11 +10,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from meshpar.data import Synthetic
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
+from meshpar.mesh.varying import varies_over
 from meshpar.models import GPT, Llama
 from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.lora import LoRA
@@ -211,3 +213,9 @@ def on_one_device(model: str) -> Outcome:
 @pytest.fixture(autouse=True)
 def _float64(float64):
     """Every test of this folder computes in float64."""
+
+
+def without_backward(x, axes):
+    """What types x as varying over these axes, without the sum of its gradients: a fault to plant."""
+    new = tuple(axis for axis in axes if axis not in varies_over(x))
+    return lax.stop_gradient(x) + lax.pcast(0 * x, new, to="varying") if new else x

@@ -16,7 +16,7 @@ from meshpar.experiment.config import Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.attention import Blocks, Reference, shards
-from meshpar.nn.attention.context_parallel import across_shards
+from meshpar.nn.attention.context_parallel import over_axes
 from meshpar.optim import AdamW
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.schedule import OneFOneB
@@ -71,7 +71,9 @@ def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, 
     )
     tokens = ctx.pspec("batch", "seq")
     local = on_shards(
-        lambda q, k, v, segments: across_shards(Blocks(block_size=block_size), q, k, v, segments, segments, width)[0],
+        lambda q, k, v, segments: over_axes(
+            Blocks(block_size=block_size), q, k, v, segments, segments, width, ctx.axes("seq"), ctx.sequence
+        ),
         ctx, (tokens, tokens, tokens, tokens), tokens,
     )  # fmt: skip
     order = ctx.sequence.order(SEQ)
@@ -138,7 +140,9 @@ def test_ulysses_passes_rows_without_segments_to_its_core(float64, monkeypatch):
     tokens = ctx.pspec("batch", "seq")
     (q, k, v), segments = arrays(8, 4)
     local = on_shards(
-        lambda q, k, v, positions: across_shards(Reference(), q, k, v, positions, None, None)[0],
+        lambda q, k, v, positions: over_axes(
+            Reference(), q, k, v, positions, None, None, ctx.axes("seq"), ctx.sequence
+        ),
         ctx,
         (tokens,) * 4,
         tokens,
@@ -222,7 +226,9 @@ def test_planted_rows_in_another_order_than_the_layout_change_attention(float64,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [stale_keys_in_the_backward, mask_off_by_one_shard, label_lost_at_a_cut, None])
+@pytest.mark.parametrize(
+    "fault", [gradients_of_keys_that_are_not_sent_home, mask_off_by_one_shard, label_lost_at_a_cut, None]
+)
 def test_verify_blames_the_axis(fault, monkeypatch):
     run = Run(
         model=Llama(num_layers=2, hidden_size=16, num_heads=4, intermediate_size=32, vocab_size=64),

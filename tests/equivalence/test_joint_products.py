@@ -1,11 +1,11 @@
-"""Narrow maps of the same input are one product on CPUs."""
+"""Narrow kernels that multiply the same value are one product on CPUs."""
 
 from __future__ import annotations
 
 import jax
 import pytest
 
-from meshpar.parallel import linear
+from meshpar.partition import joint
 from tests.equivalence.conftest import on_one_device, outcome, prepared
 
 
@@ -15,14 +15,14 @@ def num_products(layout):
 
 
 @pytest.mark.parametrize(("layout", "is_joint"), [("tensor4_sp", True), ("zero3", False)])
-def test_maps_are_one_product_if_together_they_are_narrower_than_their_input(layout, is_joint, monkeypatch):
+def test_kernels_are_one_product_if_together_they_are_narrower_than_their_input(layout, is_joint, monkeypatch):
     """Over four devices q, k and v are together 12 wide, and x is 16."""
     found = num_products(layout)
-    monkeypatch.setattr(linear, "_are_joint", lambda x, maps: False)
+    monkeypatch.setattr(joint, "_are_narrow", lambda program, steps: False)
     assert (num_products(layout) > found) == is_joint
 
 
 def test_control_a_joint_product_in_another_order_is_seen(monkeypatch):
-    products = linear._matrix_products
-    monkeypatch.setattr(linear, "_matrix_products", lambda x, maps: products(x, maps)[::-1])
+    product = joint.matmul
+    monkeypatch.setattr(joint, "matmul", lambda x, *kernels: product(x, *kernels[::-1]))
     assert outcome(prepared("llama", "tensor4_sp", "manual", 1)).difference(on_one_device("llama")) > 1e-4

@@ -12,9 +12,9 @@ from jax import lax
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn import dora
 from meshpar.nn.lora import is_lora
+from meshpar.nn.low_rank import Adapter
 from meshpar.optim import frozen_layers
 from meshpar.parallel.context import ParallelContext, manual_axes
-from meshpar.parallel.linear import Adapter
 from meshpar.parallel.local import varies_over, varying_like
 from meshpar.parallel.pipeline import layers
 from meshpar.sharding.rules import AxisRules
@@ -180,12 +180,13 @@ def test_planted_copies_on_other_stages_that_are_not_summed_are_a_type_error(mon
 def test_planted_a_thin_product_that_is_summed_too_early_is_seen(monkeypatch):
     """LoRA's product is a partial sum like the kernel's own, and is summed where the region is left."""
 
-    def summed(self, thin):
+    def summed(self, x):
+        thin = jnp.tensordot(x, self.a, axes=self.a.ndim - 1)
         axes = tuple(axis for axis in manual_axes("heads") if axis in varies_over(thin))
         thin = varying_like(lax.psum(thin, axes), thin) if axes else thin
         return jnp.tensordot(thin, self.b, axes=1) * jnp.asarray(self.scale, thin.dtype)
 
     want = on_one_device("llama_lora")
-    monkeypatch.setattr(Adapter, "of", summed)
+    monkeypatch.setattr(Adapter, "term", summed)
     got = outcome(prepared("llama_lora", LAYOUT, "manual", 4))
     assert got.difference(want) > 1e-4

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from meshpar.collectives import ring
-from meshpar.parallel.linear import Adapter
+from meshpar.nn.low_rank import Adapter
 from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
 
 TENSOR = [("tensor", "tensor4_sp"), ("tensor", "data2_fsdp2_tensor2")]

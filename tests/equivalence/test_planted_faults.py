@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import jax
 import pytest
-from jax import lax
 
-from meshpar.parallel import data, tensor
-from meshpar.parallel.context import ParallelContext
+from meshpar.nn import layers
+from meshpar.parallel import data
+from meshpar.partition import loss, moved
 from meshpar.train import gradients
-from tests.equivalence.conftest import on_one_device, outcome, prepared
+from tests.equivalence.conftest import on_one_device, outcome, prepared, without_backward
 
 
 def difference(layout):
@@ -54,21 +54,23 @@ def test_a_loss_averaged_by_device_is_seen(monkeypatch):
 
 
 def test_a_rule_that_the_layers_do_not_follow_is_seen(monkeypatch):
-    axes = ParallelContext.axes
-    monkeypatch.setattr(ParallelContext, "axes", lambda ctx, dim: () if dim == "vocab" else axes(ctx, dim))
+    of = loss.parameter_layout
+    monkeypatch.setattr(loss, "parameter_layout", lambda ctx, x, dims, *more: of(ctx, x, ("embed",) * x.ndim, *more))
     with pytest.raises((ValueError, TypeError)):
         difference("tensor4")
 
 
 def test_a_region_entered_without_its_backward_sum_is_seen(monkeypatch):
-    monkeypatch.setattr(tensor, "varying", lambda x, axes: lax.stop_gradient(x) + lax.pcast(0 * x, axes, to="varying"))
+    monkeypatch.setattr(moved, "varying", without_backward)
     assert difference("tensor4") > 1e-3
 
 
-def test_a_dropout_key_folded_by_device_is_seen(monkeypatch):
-    def by_device(seed, step):
-        return jax.random.fold_in(jax.random.key(seed), lax.axis_index("data"))
+def test_a_dropout_of_rows_numbered_by_device_is_seen(monkeypatch):
+    dropped = layers._dropped
 
-    monkeypatch.setattr("meshpar.experiment.prepare.step_key", by_device)
+    def by_device(x, rows, *more):
+        return dropped(x, jax.numpy.arange(len(rows), dtype=rows.dtype), *more)
+
+    monkeypatch.setattr(layers, "_dropped", by_device)
     got = outcome(prepared("gpt_dropout_remat", "data8", "manual", 1))
     assert got.difference(on_one_device("gpt_dropout_remat")) > 1e-4

@@ -18,7 +18,7 @@ MANUAL = {
     "a sequence over one axis of heads": {"residual_seq": CONTEXT, "heads": BOTH, "kv_heads": BOTH, "vocab": CONTEXT},
     "a sequence in the other order": {"residual_seq": BOTH[::-1], "heads": CONTEXT, "mlp": TENSOR, "vocab": BOTH},
     "heads alone": {"heads": BOTH, "vocab": TENSOR},
-    "head_dim in storage": {"head_dim": ("fsdp",), "mlp": ("fsdp", "tensor"), "vocab": CONTEXT},
+    "head_dim in storage": {"head_dim": ("fsdp",), "mlp": ("tensor", "fsdp"), "vocab": CONTEXT},
 }  # fmt: skip
 AUTO = {
     "a sequence that attention gathers": {"seq": CONTEXT, "mlp": TENSOR},

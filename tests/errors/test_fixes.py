@@ -42,14 +42,8 @@ MISFITS = {
         "lowering=auto",
     ],
     "two dims over one axis": ["rules.head_dim=[fsdp]"],
-    "head_dim": ["rules.head_dim=[tensor]", "rules.heads=[]", "rules.kv_heads=[]"],
-    "embed": ["rules.embed=[fsdp, tensor]", "rules.heads=[]", "rules.kv_heads=[]", "rules.mlp=[]", "rules.vocab=[]"],
-    "layers": ["rules.layers=[fsdp]", "rules.embed=[]"],
-    "layers and no stages": [*PIPE_MESH, "rules={preset: pipeline, stage: []}"],
     "chunks of a row": ["rules.seq=[tensor]", "data.seq_len=126"],
     "seq over the batch": ["rules.seq=[fsdp]"],
-    "residual_seq without vocab": ["rules=[fsdp, megatron_sp]", "rules.vocab=[]"],
-    "kv_heads without heads": ["rules.heads=[]"],
     "stages under GSPMD": [*PIPE, "lowering=auto"],
     "1 layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1"],
     "1 padded layer on 2 stages": [*PIPE, ONE_F_ONE_B, "model.num_layers=1", "model.pad_layers_to_multiple=3"],
@@ -77,11 +71,7 @@ MISFITS = {
 }  # fmt: skip
 NEW_PROBLEMS = {
     # Problems that appear after a fix, which solves one of several.
-    "heads between two sizes": "heads must be sharded over the same axes",
     "a dim over two axes": "no rule uses this axis",
-    "head_dim": "no rule uses this axis",
-    "embed": "no rule uses this axis",
-    "layers and no stages": "no rule uses this axis|no schedule orders their work",
     "stages under GSPMD": "no schedule orders their work|no rule uses this axis|cannot be sharded",
 }
 PROPOSAL = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=(?:\[[^\]]*\]|\{[^}]*\}|[^\s,;]+)")

@@ -23,7 +23,6 @@ from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import Prepared
 from meshpar.mesh.layout import AXES
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.data import streamed
 from meshpar.parallel.pipeline.schedule import Schedule
 from meshpar.sharding.resolve import Placement, sharding_axes
 from meshpar.tree import flatten_with_paths
@@ -324,9 +323,9 @@ def _is_streamed(path: str, placement: Placement, ctx: ParallelContext) -> bool:
 
     No device ever holds it whole, so it is gathered a third time if the product is computed again.
     """
-    dims = tuple(dim for dim in placement.spec.dims if dim != "layers")
+    is_used = ctx.manual and ctx.parallel.fsdp.in_chunks and ctx.gathers_in_layers
     in_layer = "layers" in placement.spec.dims and path.endswith(".kernel")
-    return in_layer and bool(streamed(dims, ctx))
+    return is_used and in_layer and sum(bool(ctx.storage(dim)) for dim in placement.spec.dims if dim != "layers") == 1
 
 
 def _add_scatter(sent: Sums, placement: Placement, ctx: ParallelContext, width: int, times: int) -> None:

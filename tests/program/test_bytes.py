@@ -25,7 +25,8 @@ from meshpar.nn.lora import LoRA
 from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
-from meshpar.parallel import linear
+from meshpar.parallel import data
+from meshpar.partition import joint
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.step import Step
 from meshpar.tree import flatten_with_paths
@@ -223,8 +224,9 @@ def with_shared_rows(kind):
 @pytest.mark.slow
 def test_control_a_joint_kernel_that_is_kept_for_the_backward_is_not_gathered_again(monkeypatch):
     """Planted: q, k and v are joined outside of the product, so that remat keeps the joint kernel of ZeRO-3."""
-    of_one = linear.matmul
-    monkeypatch.setattr(linear, "matmul", lambda x, *kernels: of_one(x, jnp.concatenate(kernels, axis=1)))
+    of_one = joint.matmul
+    monkeypatch.setattr(data, "CHEAP", data.CHEAP - {"concatenate"})
+    monkeypatch.setattr(joint, "matmul", lambda x, *kernels: of_one(x, jnp.concatenate(kernels, axis=1)))
     run = with_shared_rows("all_gather")
     qkv = 16 * 12 * 2 * 4  # gathered over four devices, of which each pair shares the heads
     kept = 2 * 4 * share(4, qkv // 2)

@@ -17,7 +17,7 @@ from meshpar.errors import ConfigError, ContractError, ContractWarning, ProgramE
 from meshpar.experiment.fit_run import _check_programs
 from meshpar.inspection.contract import Allowed, Contract
 from meshpar.inspection.inspect import Inspection, inspect
-from meshpar.parallel import tensor
+from meshpar.partition.program import Use
 from meshpar.train.program import Program
 from meshpar.train.step import Step, Update, compile_step, step_function
 from tests.program.oracle import closed_form
@@ -159,10 +159,8 @@ def test_a_compiler_that_sends_more_than_the_traced_step_is_reported(monkeypatch
 
 def test_planted_a_second_reduction_in_a_layer_differs_from_the_formulas(monkeypatch):
     """Neither types nor numbers show it: the loss is the same, with three times the bytes."""
-    leave = tensor.exit_region
-    monkeypatch.setattr(
-        tensor, "exit_region", lambda y, dim: leave(y + 0 * leave(y, dim), dim) if dim == "mlp" else leave(y, dim)
-    )
+    monkeypatch.setattr(Use, "__hash__", object.__hash__)  # so that each use of a partial sum is summed by itself
+    monkeypatch.setattr(Use, "__eq__", object.__eq__)
     run = prepared("tensor4")
     assert run.traced_bytes["tensor",] > closed_form(run)["tensor",]
 

@@ -188,10 +188,10 @@ def test_the_text_of_an_inspection():
     lines = str(inspection).splitlines()
     assert lines[:3] == ["a device, in one step", "", "mesh: fsdp=8"]
     gathers = next(line for line in lines if line.startswith("  all_gather"))
-    # Nine arrays of three layers, forward and backward, and the last norm.
-    assert gathers.split()[1:3] == ["fsdp", "55x"]
+    # The seven kernels of three layers, which one line multiplies with, forward and backward.
+    assert gathers.split()[1:3] == ["fsdp", "42x"]
     assert "state.params.blocks." in gathers
-    assert "meshpar/nn/transformer.py:" in gathers
+    assert "meshpar/nn/layers.py:" in gathers
 
 
 def test_the_json_has_the_numbers_of_the_inspection():

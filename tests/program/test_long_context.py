@@ -18,7 +18,7 @@ from meshpar.inspection.inspect import inspect
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.attention import Blocks, online_softmax
-from meshpar.nn.attention.context_parallel import across_shards
+from meshpar.nn.attention.context_parallel import over_axes
 from meshpar.nn.recognized import rewrite
 from meshpar.optim import AdamW
 from meshpar.parallel.context import ParallelContext
@@ -86,7 +86,10 @@ def test_zigzag_executes_at_most_2_percent_more_flops_than_needed(context):
     ctx = ParallelContext(mesh=mesh, rules=AxisRules(preset=("context",)), manual=True)
     tokens = ctx.pspec("batch", "seq")
     core = Blocks(block_size=block)
-    local = on_shards(lambda q, k, v, s: across_shards(core, q, k, v, s, s, None)[0], ctx, (tokens,) * 4, tokens)
+    local = on_shards(
+        lambda q, k, v, s: over_axes(core, q, k, v, s, s, None, ctx.axes("seq"), ctx.sequence),
+        ctx, (tokens,) * 4, tokens,
+    )  # fmt: skip
     qkv = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), "float32")] * 3
     segments = jax.ShapeDtypeStruct((1, seq_len), "int32")
     gradients = jax.jit(jax.grad(lambda *args: jnp.sin(local(*args)).sum(), (0, 1, 2)))

@@ -120,7 +120,7 @@ def test_a_block_has_its_collective_as_title(browser, tmp_path):
         "3x 512 B = 1.50 KiB",
         "state.params.blocks.mlp.gate.kernel",
     ]
-    assert re.fullmatch(r"meshpar/nn/transformer.py:\d+", gather.splitlines()[3])
+    assert re.fullmatch(r"meshpar/nn/layers.py:\d+", gather.splitlines()[3])
 
 
 # Without a browser ------------------------------------------------------------------------------------------------

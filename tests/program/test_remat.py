@@ -10,7 +10,8 @@ from meshpar.cost.walk import walk
 from meshpar.models import Llama
 from meshpar.nn.attention.blocks import Blocks
 from meshpar.nn.remat import Remat
-from meshpar.parallel import data, linear
+from meshpar.parallel import data
+from meshpar.partition import moved, segments
 from tests.program.test_bytes import cost_as_traced, cost_as_written, prepared
 
 LAYERS = 12
@@ -65,7 +66,7 @@ def test_a_policy_saves_the_output_projection_after_it_is_scattered(monkeypatch)
     products = ("q", "k", "v", "gate", "up")
     run = run_with("data2_fsdp2_tensor2", policy="dots_no_batch")
     assert saved_bytes(run) == closed_form((*products, "residual"))
-    monkeypatch.setattr(linear, "checkpoint_name", lambda x, name: x)
+    monkeypatch.setattr(moved, "checkpoint_name", lambda x, name: x)
     before = run_with.__wrapped__("data2_fsdp2_tensor2", policy="dots_no_batch")
     residual = closed_form(("residual",)) - closed_form(())
     assert saved_bytes(before) == closed_form(products) + 2 * residual
@@ -108,7 +109,7 @@ def test_without_a_policy_no_norm_and_no_activation_function_is_saved(layout, mo
     """The forward saves the activations that have names, and nothing else."""
     everything = closed_form((*ATTENTION, "gate", "up")) + MATRICES[layout]
     assert saved_bytes(run_with(layout, policy="none")) == everything
-    monkeypatch.setattr(linear, "_computes_again", lambda x, maps: False)
+    monkeypatch.setattr(segments, "_is_cheap", lambda step: False)
     monkeypatch.setattr(data, "CHEAP", data._FREE)
     control = run_with.__wrapped__(layout, policy="none")
     norms_and_hidden = (2 * WIDTH + MLP) * LAYERS * ROWS // 8 * SEQ * 4

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, prepare
+from meshpar import GPT, AdamW, AxisRules, Llama, LoRA, MeshLayout, Run, Synthetic, cross_entropy, prepare
 from meshpar.cost import walk
 from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.errors import ProgramError
@@ -48,6 +48,13 @@ CONVOLUTIONS = {
     "dilated": {"lhs_dilation": (2, 1), "rhs_dilation": (1, 2), "padding": ((3, -1), (0, 0))},
     "grouped": {"feature_group_count": 2},
 }
+
+
+def test_an_operation_of_the_partitioner_counts_as_what_it_computes():
+    def loss(hidden, head):
+        return cross_entropy(hidden, head, jnp.zeros((4, 8), jnp.int32)).loss
+
+    assert traced(loss, jnp.ones((4, 8, 16)), jnp.ones((16, 32))) == 2 * 4 * 8 * 16 * 32
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -19,7 +19,6 @@ from meshpar.nn.attention.reference import Reference, causal, dot_product_attent
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout, silu_product
 from meshpar.nn.rotary import Interpolated, Llama3, _rotate, apply_rope, rope_angles
-from meshpar.nn.supported import Supported
 from meshpar.parallel import linear
 from meshpar.parallel.linear import MANY_TOKENS, matmul
 from meshpar.parallel.tensor import cross_entropy
@@ -76,10 +75,8 @@ def test_attention_is_softmax_of_scaled_products_over_grouped_heads():
         np.testing.assert_allclose(got[:, :, head], want, rtol=2e-5, atol=1e-6)
 
 
-def test_a_model_chooses_its_attention_core_and_declares_the_limits_of_that_core():
+def test_a_model_chooses_its_attention_core():
     class Doubled(Reference):
-        sharding: ClassVar = {"seq": Supported()}
-
         def __call__(self, *args):
             out, cache = super().__call__(*args)
             return 2 * out, cache
@@ -88,8 +85,6 @@ def test_a_model_chooses_its_attention_core_and_declares_the_limits_of_that_core
         attention: ClassVar = Doubled()
 
     assert abs(logits(Other(**SIZES), batch()) - logits(Llama(**SIZES), batch())).max() > 1e-4
-    assert Other(**SIZES).sharding[0] == Doubled.sharding
-    assert Llama(**SIZES).sharding[0] == Reference.sharding
 
 
 def test_rotary_products_depend_on_the_distance_alone():

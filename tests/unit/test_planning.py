@@ -256,7 +256,7 @@ def test_overlap_sends_about_as_much_beside_products_as_is_estimated_without_a_t
         estimated = without.overlapping()
         assert float(estimated.sent_bytes) == pytest.approx(float(traced.sent_bytes), rel=0.05)
         waits = [sum(float(one.times * one.sent_bytes) for one in work.waits) for work in (traced, without)]
-        assert waits[0] < 0.1 * waits[1], "those of the embedding"
+        assert waits[0] < 0.15 * waits[1], "those of the embedding and of the loss"
 
 
 def test_stages_are_on_hosts_of_their_own_where_that_is_faster():

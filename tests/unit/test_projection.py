@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.parallel import projection, tensor
-from meshpar.parallel.projection import MIN_BYTES, MIN_TOKENS, Projection, chunk_length, describe_chunk
+from meshpar.parallel.projection import MIN_BYTES, MIN_TOKENS, chunk_length, describe_chunk
+from meshpar.train.projected import summed_over_logits
 from tests.comparison import largest_difference
 
 ROWS = 2
@@ -40,7 +41,7 @@ def weighted(logits: jax.Array, tokens: Any, shared: None) -> jax.Array:
 
 
 def loss(hidden: jax.Array, head: jax.Array, tokens: Any, chunk: Any) -> jax.Array:
-    return Projection(hidden, head).summed(weighted, tokens, None, chunk)
+    return summed_over_logits(lambda axes: weighted, hidden, head, tokens, None, chunk)
 
 
 def difference(chunk: Any) -> float:

@@ -16,7 +16,6 @@ from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.reference import Reference
 from meshpar.nn.attention.setting import Setting, of_arrays
 from meshpar.nn.attention.splash import Splash
-from meshpar.nn.supported import Sharding
 
 KERNELS: dict[str | None, Kernel] = {"gpu": Cudnn(), "tpu": Splash()}
 """The kernel of each platform."""
@@ -31,7 +30,6 @@ class Auto(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = {}
     block_size: ClassVar[int] = BLOCK_SIZE
 
     def select(self, setting: Setting) -> tuple[Reference | Blocks | Kernel, str]:

@@ -18,7 +18,6 @@ from meshpar.nn.attention.core import Documents, Window, documents, known_window
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards, attend
-from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import constrain
 from meshpar.parallel.precision import wide
 from meshpar.parallel.sequence import SequenceLayout
@@ -49,7 +48,6 @@ class Blocks(Config):
     block_size: Positive = BLOCK_SIZE
     """The largest number of tokens in a block. A row is divided into as few equal blocks as possible."""
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = {}
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],

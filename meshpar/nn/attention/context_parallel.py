@@ -19,7 +19,7 @@ from meshpar.errors import ConfigError, Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks
-from meshpar.nn.attention.core import Core, Documents, Window, documents, key_heads_of, known_window
+from meshpar.nn.attention.core import Core, Documents, Window, documents, known_window
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
@@ -43,13 +43,10 @@ def across_shards(
 
     Communication: that of `Shards.visit_all` or `Exchange`, as `parallel.context` selects.
     """
-    if not core.has_cache and (planning := planned()):
-        return _operation(planning, core, q, k, v, positions, segments, window), None
-    ctx = manual()
-    axes = ctx.axes("seq") if ctx else ()
-    if ctx is None or not axes:
+    planning = planned()
+    if core.has_cache or planning is None:
         return core(q, k, v, positions, segments, window)
-    return over_axes(core, q, k, v, positions, segments, window, axes, ctx.sequence), None
+    return _operation(planning, core, q, k, v, positions, segments, window), None
 
 
 def _operation(
@@ -58,25 +55,23 @@ def _operation(
 ) -> jax.Array:  # fmt: skip
     """Attention of whole arrays as one operation, which is partitioned over rows, tokens and heads."""
     is_layered = isinstance(window, jax.Array)
-    shares_heads = planning.axes("heads") == planning.axes("kv_heads")
 
     def compute(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> list[jax.Array]:
         left = iter(more)
         positions = next(left)
         document = None if segments is None else next(left)
         width = next(left) if is_layered else window
-        tokens, heads = call.axes("tokens"), call.axes("heads")
-        if heads and not shares_heads:
-            k, v = (key_heads_of(q, x, heads) for x in (k, v))
+        tokens = call.axes("tokens")
         if tokens and (ctx := manual()):
             return [over_axes(core, q, k, v, positions, document, width, tokens, ctx.sequence)]
         return [core(q, k, v, positions, document, width)[0]]
 
-    of_q = ("rows", "tokens", "heads", None)
-    of_k = ("rows", "tokens", "heads" if shares_heads else None, None)
     of_token = ("rows", "tokens")
+    of_heads = (*of_token, "heads", None)
     given = [(x, of_token) for x in (positions, segments) if x is not None] + [(window, ())] * is_layered
-    signature = Signature((of_q, of_k, of_k, *(labels for _, labels in given)), (of_q,), compute)
+    # Where rows are whole, the axes of `residual_seq` shard only what is projected.
+    whole = () if planning.axes("seq") else ("tokens",)
+    signature = Signature((of_heads,) * 3 + tuple(labels for _, labels in given), (of_heads,), compute, whole=whole)
     return apply(signature, q, k, v, *(x for x, _ in given))[0]
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.mesh.varying import Axes
-from meshpar.nn.supported import Sharding
 from meshpar.parallel.context import current, manual_axes
 from meshpar.parallel.local import varies_over, varying
 
@@ -41,8 +40,6 @@ class Core(Protocol):
 
     has_cache: ClassVar[bool]
     """Whether the core stores keys and values."""
-    sharding: ClassVar[Sharding]
-    """Which dims the core supports sharded, see `nn.supported`."""
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window

@@ -10,11 +10,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from meshpar.nn.layers import RMSNorm, filled
-from meshpar.parallel.context import manual_axes
 from meshpar.parallel.precision import wide
 
 QKNorm = bool | Literal["all_heads"]
@@ -30,14 +28,11 @@ class AllHeadsNorm(nnx.Module):
 
     def __init__(self, heads: int, head_dim: int, *, eps: float, dim: str):
         self.scale = filled(1.0, (heads, head_dim), (dim, "head_dim"))
-        self.dim = dim
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
         x_wide = wide(x)
         square = jnp.square(x_wide).mean((-2, -1), keepdims=True)
-        if axes := manual_axes(self.dim):
-            square = lax.pmean(square, axes)
         return (x_wide * jax.lax.rsqrt(square + self.eps)).astype(x.dtype) * self.scale[...]
 
 

@@ -12,7 +12,6 @@ from meshpar.errors import ConfigError, Problems
 from meshpar.nn.attention.blocks import Blocks
 from meshpar.nn.attention.core import Core, Window
 from meshpar.nn.attention.setting import Setting, of_arrays
-from meshpar.nn.supported import Sharding
 
 
 class Kernel(Config):
@@ -22,7 +21,6 @@ class Kernel(Config):
     device: ClassVar[str]
     """The device that it runs on, such as `TPU`."""
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = {}
 
     @abstractmethod
     def limits(self, setting: Setting) -> list[str]:

@@ -5,21 +5,26 @@ Shapes: B batch, S seq, R residual_seq, D embed.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.context_parallel import across_shards
-from meshpar.nn.attention.core import Core, Window, local_key_heads
+from meshpar.nn.attention.context_parallel import across_shards, sent_key_heads
+from meshpar.nn.attention.core import Core, Window
 from meshpar.nn.attention.head_norm import QKNorm, head_norm
-from meshpar.nn.layers import Projection, column_parallel, row_parallel
+from meshpar.nn.layers import Projection, within_layer
 from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
-from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel.context import constrain
-from meshpar.parallel.linear import Input
+from meshpar.parallel.context import constrain, planned
+from meshpar.partition.op import apply
+from meshpar.partition.signature import Call, Signature
 
+PLACE = "place"
 Bias = Literal["none", "qkv", "all"]
 
 
@@ -31,12 +36,6 @@ class Attention(nnx.Module):
       qk_norm: which RMSNorm q and k have before rotary positions: none, over each head, or over all heads.
       eps: of these norms.
     """
-
-    sharding: ClassVar[Sharding] = {
-        **Projection.sharding,
-        "kv_heads": Supported(same_as="heads"),
-        "head_dim": Supported(partition=False, why="attention needs whole heads"),
-    }
 
     def __init__(
         self, width: int, heads: int, kv_heads: int, head_dim: int, *,
@@ -51,31 +50,62 @@ class Attention(nnx.Module):
         self.o = Projection([("heads", heads), size], embed, bias=bias == "all", rngs=rngs, std=out_std)
         self.q_norm = head_norm(qk_norm, heads, head_dim, eps=eps, dim="heads")
         self.k_norm = head_norm(qk_norm, kv_heads, head_dim, eps=eps, dim="kv_heads")
+        self.num_heads, self.num_kv_heads = heads, kv_heads
 
     def __call__(
-        self, x_BRD: Input, core: Core, positions: Int[Array, "B S"],
+        self, x_BSD: Float[Array, "B S D"], core: Core, positions: Int[Array, "B S"],
         segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Window = None,
-    ) -> tuple[Float[Array, "B R D"], Any]:  # fmt: skip
+    ) -> tuple[Float[Array, "B S D"], Any]:  # fmt: skip
         """Returns the output and the core's new cache; see `Core` for the other arguments."""
-        if core.has_cache:
-            # If key heads are replicated, keys in the cache must not vary over the axes of the query heads.
-            (q,) = column_parallel(x_BRD, [self.q], "heads")
-            k, v = column_parallel(x_BRD, [self.k, self.v], "kv_heads")
-        else:
-            q, k, v = column_parallel(x_BRD, [self.q, self.k, self.v], "heads")
-        if self.q_norm is not None and self.k_norm is not None:
+        of_k, of_v, k_norm = self.k, self.v, self.k_norm
+        if not core.has_cache and (sent := _sent_key_heads(self.num_heads, self.num_kv_heads)) is not None:
+            of_k, of_v, k_norm = _of_places(sent, (of_k, of_v, k_norm))
+        q, k, v = self.q(x_BSD), of_k(x_BSD), of_v(x_BSD)
+        if self.q_norm is not None and k_norm is not None:
             q = self.q_norm(q)
-            k = self.k_norm(k)
+            k = k_norm(k)
         if rope is not None:
             q = apply_rope(q, rope)
             k = apply_rope(k, rope)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
-        if not core.has_cache:
-            k = local_key_heads(k, q)
-            v = local_key_heads(v, q)
         q = named(q, "q")
         k = named(k, "k")
         v = named(v, "v")
         out, cache = across_shards(core, q, k, v, positions, segments, window)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
-        return row_parallel(out, self.o, "heads"), cache
+        return self.o(out), cache
+
+
+def _sent_key_heads(heads: int, kv_heads: int) -> np.ndarray | None:
+    """The key head at each place of a planned program whose devices share query heads, but no key heads; else None."""
+    ctx = planned()
+    if ctx is None or ctx.axes("heads") == ctx.axes("kv_heads"):
+        return None
+    num = ctx.shards("heads")
+    sent = sent_key_heads(heads, kv_heads, num)
+    return np.arange(kv_heads) if sent is None else sent
+
+
+def _of_places(sent: np.ndarray, modules: Any) -> Any:
+    """The same modules with a key head for each place, which is sharded as the query heads are.
+
+    So a device projects the keys of its own heads, and what is summed over devices is the gradient of parameters.
+    """
+    graph, params = nnx.split(modules)
+    places = constrain(jnp.arange(len(sent)), "heads")
+
+    def placed(param: Any) -> Any:
+        dims = within_layer(param)
+        if "kv_heads" not in dims:
+            return param
+        axis = dims.index("kv_heads")
+
+        def take(call: Call, x: jax.Array, places: jax.Array) -> list[jax.Array]:
+            heads = [jnp.asarray(sent)[place] for place in places]
+            return [jnp.concatenate([lax.dynamic_slice_in_dim(x, head, 1, axis) for head in heads], axis)]
+
+        given = tuple(None if i == axis else i for i in range(len(dims)))
+        taken = tuple(PLACE if i == axis else i for i in range(len(dims)))
+        return param.replace(apply(Signature((given, (PLACE,)), (taken,), take, pins=True), param[...], places)[0])
+
+    return nnx.merge(graph, jax.tree.map(placed, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))

@@ -14,8 +14,9 @@ m pages and t slots, S new tokens, K kv_heads, H heads, G = H / K, h head_dim (l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,9 @@ from meshpar.nn.attention.core import Core, Window, causal_window, local_key_hea
 from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.online_softmax import Softmax, empty, masked_scores
 from meshpar.nn.attention.reference import dot_product_attention
-from meshpar.nn.supported import Sharding, Supported
-from meshpar.parallel.context import constrain
+from meshpar.parallel.context import constrain, planned
+from meshpar.partition.op import apply
+from meshpar.partition.signature import Call, Signature
 
 PAGES_DIMS = ("batch", "layers", "seq", "seq", "kv_heads", "head_dim")
 
@@ -78,24 +80,61 @@ class PagedLayer:
     index: Int[Array, ""]
     prompts: Core | None = None
     has_cache: ClassVar[bool] = True
-    sharding: ClassVar[Sharding] = {
-        "seq": Supported(partition=False, why="one token cannot be divided over devices"),
-    }
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         positions: Int[Array, "B S"], segments: None, window: Window,
     ) -> tuple[Float[Array, "B S H h"], PagedCache]:  # fmt: skip
+        """Two operations: pages differ between devices with other key heads, the result between those with others."""
+        planning = planned()
+        has_own = planning is None or planning.axes("heads") == planning.axes("kv_heads")
+        of_k, of_row = "heads" if has_own else None, ("rows", None)
+        of_new, of_q = (*of_row, of_k, None), (*of_row, "heads", None)
+        leaves, tree = jax.tree.flatten((self.cache, self.index))
+        of_cache = [("rows", None, None, None, of_k, None)[: x.ndim] for x in leaves]
+        num_stored = len(jax.tree.leaves((self.cache.keys, self.cache.values)))
+
+        def layer(leaves: Sequence[Any]) -> PagedLayer:
+            cache, index = jax.tree.unflatten(tree, leaves)
+            return replace(self, cache=cache, index=index)
+
+        def store(call: Call, k: jax.Array, v: jax.Array, positions: jax.Array, *leaves: Any) -> list[Any]:
+            cache = layer(leaves).stored(k, v, positions)
+            return jax.tree.leaves((cache.keys, cache.values))
+
+        def attend(
+            call: Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *more: Any
+        ) -> list[jax.Array]:
+            width = more[-1] if isinstance(window, jax.Array) else window
+            return [layer(more[: len(leaves)]).attended(q, k, v, positions, width)]
+
+        signature = Signature((of_new, of_new, of_row, *of_cache), tuple(of_cache[:num_stored]), store)
+        leaves[:num_stored] = apply(signature, k, v, positions, *leaves)
+        widths = [window] if isinstance(window, jax.Array) else []
+        signature = Signature((of_q, of_new, of_new, of_row, *of_cache, *((),) * len(widths)), (of_q,), attend)
+        (out,) = apply(signature, q, k, v, positions, *leaves, *widths)
+        return out, layer(leaves).cache
+
+    def stored(
+        self, k: Float[Array, "B S K h"], v: Float[Array, "B S K h"], positions: Int[Array, "B S"]
+    ) -> PagedCache:
+        """The cache with the new tokens."""
         keys, values = self._put(self.cache.keys, k, positions), self._put(self.cache.values, v, positions)
-        cache = self.cache._replace(keys=keys, values=values)
+        return self.cache._replace(keys=keys, values=values)
+
+    def attended(
+        self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
+        positions: Int[Array, "B S"], window: Window,
+    ) -> Float[Array, "B S H h"]:  # fmt: skip
+        """Attention of new tokens, which are stored already."""
         if self.prompts is not None:
             core = for_prompts(self.prompts, q, window)
-            return core(q, local_key_heads(k, q), local_key_heads(v, q), positions, None, window)[0], cache
-        page_size = _page_size(cache.keys)
+            return core(q, local_key_heads(k, q), local_key_heads(v, q), positions, None, window)[0]
+        cache, page_size = self.cache, _page_size(self.cache.keys)
         if (table := cache.table) is None:
             visible = causal_window(positions, jnp.arange(page_size, dtype=jnp.int32), window)
             keys, values = (local_key_heads(self._rows(x, None), q) for x in (cache.keys, cache.values))
-            return dot_product_attention(q, keys, values, visible), cache
+            return dot_product_attention(q, keys, values, visible)
         pages = min(max(1, BLOCK_SIZE // page_size), table.shape[1])  # of a block
         num_slots = pages * page_size
         tables_Bnm = _blocks(table, pages)
@@ -113,7 +152,7 @@ class PagedLayer:
             return state.with_keys(masked_scores(scaled, keys, visible), values)
 
         num_blocks = jnp.minimum(positions.max() // num_slots + 1, tables_Bnm.shape[1])
-        return jax.lax.fori_loop(0, num_blocks, visit, empty(q)).result().astype(q.dtype), cache
+        return jax.lax.fori_loop(0, num_blocks, visit, empty(q)).result().astype(q.dtype)
 
     def _put(self, stored: Stored, new_BSKh: Float[Array, "B S K h"], positions_BS: Int[Array, "B S"]) -> Stored:
         num_pages, page_size = jax.tree.leaves(stored)[0].shape[2:4]

@@ -15,7 +15,6 @@ from meshpar.config import Config
 from meshpar.nn.attention.core import Window, causal_window, documents, needed_scores
 from meshpar.nn.attention.setting import Setting
 from meshpar.nn.remat import named
-from meshpar.nn.supported import Sharding
 from meshpar.parallel.precision import wide
 from meshpar.parallel.scopes import needed
 
@@ -26,7 +25,6 @@ class Reference(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["reference"] = "reference"
     has_cache: ClassVar[bool] = False
-    sharding: ClassVar[Sharding] = {}
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],

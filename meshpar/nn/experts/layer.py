@@ -22,7 +22,6 @@ from meshpar.nn.experts.places import of_places
 from meshpar.nn.experts.routing import Router, Routes, means
 from meshpar.nn.layers import SwiGLU, within_layer
 from meshpar.nn.remat import Activation
-from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel import tensor
 from meshpar.parallel.context import ParallelContext, dispatch_axes, planned
 from meshpar.parallel.outputs import Auxiliary
@@ -42,13 +41,6 @@ class MixtureOfExperts(nnx.Module):
       `tensor.enter_region` and `exit_region`, twice with shared experts.
     """
 
-    sharding: ClassVar[Sharding] = {
-        **SwiGLU.sharding,
-        **Router.sharding,
-        "experts": Supported(
-            partition=False, why="its devices would hold the same tokens; experts belong on an axis of the batch"
-        ),
-    }
     activations: ClassVar[tuple[Activation, ...]] = SwiGLU.activations
 
     def __init__(self, width: int, experts: Experts, *, out_std: float, rngs: nnx.Rngs):
@@ -67,12 +59,16 @@ class MixtureOfExperts(nnx.Module):
         Args:
           targets_BS: only tokens with a target of at least 0 count in losses and metrics. Default: all tokens do.
         """
-        if ctx := planned():
-            return self._planned(ctx, x_BRD, targets_BS)
+        ctx = planned()
+        y_BRD, auxiliary = self._planned(ctx, x_BRD, targets_BS) if ctx else self.routed(x_BRD, targets_BS)
+        return y_BRD if self.shared is None else y_BRD + self.shared(x_BRD), auxiliary
+
+    def routed(
+        self, x_BRD: Float[Array, "B R D"], targets_BS: Int[Array, "B S"] | None
+    ) -> tuple[Float[Array, "B R D"], Auxiliary]:
+        """The results without those of shared experts, of local shards or whole arrays."""
         routes = self.router(x_BRD)
         y_BRD, is_kept_BRK = self._routed(x_BRD, routes)
-        if self.shared is not None:
-            y_BRD += self.shared(x_BRD)
         counted_BS = jnp.ones(x_BRD.shape[:2], bool) if targets_BS is None else targets_BS >= 0
         counted_BR = counted_BS if targets_BS is None else tensor.local_seq(counted_BS)
         count = counted_BS.sum(dtype=jnp.int32)
@@ -86,12 +82,14 @@ class MixtureOfExperts(nnx.Module):
     def _planned(
         self, ctx: ParallelContext, x_BRD: Float[Array, "B R D"], targets_BS: Int[Array, "B S"] | None
     ) -> tuple[Float[Array, "B R D"], Auxiliary]:
-        graph, state = nnx.split(self)
+        routed = nnx.merge(*nnx.split(self))
+        routed.shared = None
+        graph, state = nnx.split(routed)
         params, tree = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
         def compute(x: jax.Array, targets: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, Auxiliary]:
             own = [param.replace(a) for param, a in zip(params, arrays, strict=True)]
-            return nnx.merge(graph, jax.tree.unflatten(tree, own))(x, targets)
+            return nnx.merge(graph, jax.tree.unflatten(tree, own)).routed(x, targets)
 
         targets = jnp.zeros(x_BRD.shape[:2], jnp.int32) if targets_BS is None else targets_BS
         arrays, dims = zip(*((param[...], within_layer(param)) for param in params), strict=True)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from meshpar.nn.layers import LowRank, normal, silu_product
+from meshpar.nn.layers import normal, silu_product
+from meshpar.nn.low_rank import Adapter, LowRank
 from meshpar.nn.remat import named
-from meshpar.parallel.linear import Adapter
 from meshpar.parallel.precision import wide_dtype
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]

@@ -5,7 +5,7 @@ Shapes: B batch, R residual_seq, D embed, E experts, K experts of a token.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.layers import filled, normal
-from meshpar.nn.supported import Sharding, Supported
 from meshpar.parallel.context import manual_axes
 from meshpar.parallel.outputs import Auxiliary
 from meshpar.parallel.precision import wide
@@ -48,10 +47,6 @@ class Router(nnx.Module):
     Numerics: in float32 at least.
     Communication: none.
     """
-
-    sharding: ClassVar[Sharding] = {
-        "router": Supported(partition=False, why="a router compares the scores of all experts"),
-    }
 
     def __init__(self, width: int, experts: Experts, *, rngs: nnx.Rngs):
         self.experts = experts

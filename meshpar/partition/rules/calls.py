@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from meshpar.errors import ShardingError
 from meshpar.mesh.varying import hidden, shown
 from meshpar.parallel.data import gathering_again
+from meshpar.partition.joint import joint
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Use
@@ -33,7 +34,7 @@ def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     inner.program.outputs = [Use(one.register) for one in outs]
     policy = eqn.params["policy"]
     again = jax.checkpoint(
-        streamed(inner.program, scope.ctx).run,
+        joint(streamed(inner.program, scope.ctx)).run,
         policy=policy and gathering_again(policy),
         prevent_cse=eqn.params["prevent_cse"],
     )

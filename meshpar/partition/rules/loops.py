@@ -164,7 +164,9 @@ def unrolls(jaxpr: Any, on: str | None) -> bool:
 
 def _is_unrolled(params: Mapping[str, Any], weights: int, on: str | None) -> bool:
     recomputes = any(eqn.primitive.name in REMAT for eqn in params["jaxpr"].eqns)
-    return params["unroll"] == 1 and is_unrolled(on, weights, params["length"], recomputes)
+    if params["unroll"] > 1:
+        return params["unroll"] >= params["length"]
+    return is_unrolled(on, weights, params["length"], recomputes)
 
 
 def _in_order(iterate: Callable[..., Any], carry: Any, rows: list[Any], length: int, is_reversed: bool) -> Any:
