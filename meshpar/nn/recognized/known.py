@@ -36,7 +36,7 @@ class Known:
 
     @cached_property
     def values(self) -> np.ndarray:
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
             return np.asarray(self.make())
 
     @property
