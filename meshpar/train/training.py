@@ -193,7 +193,9 @@ class Training:
         """A loss of whole arrays, partitioned, with the state of strategies that it reads."""
         copies = tuple(one.key for one in self.strategies if one.key and one.is_of_loss)
         carried = self.carried | dict.fromkeys(copies, self.specs) if copies else self.carried
-        return PartitionedLoss(loss, self.specs, batch, carried, with_attention, copies)
+        # The attention of meshpar's own decoders is an operation already.
+        rewrite = (lambda closed: closed) if self.reads_positions else with_attention
+        return PartitionedLoss(loss, self.specs, batch, carried, rewrite, copies)
 
     @property
     def _batch_of_step(self) -> dict[str, ArraySpec]:
@@ -252,7 +254,8 @@ class Training:
     @cached_property
     def attention(self) -> list[Found]:
         """The attention of a user's own model: what a core computes, and what is left as it is written, and why."""
-        return rewritten(self._traced_loss)[1] if self.is_of_whole_arrays and self.ctx.manual else []
+        is_recognized = self.is_of_whole_arrays and not self.reads_positions
+        return rewritten(self._traced_loss)[1] if is_recognized and self.ctx.manual else []
 
     def check_context(self) -> None:
         """Raises ConfigError if no core computes some attention of the rows that devices of a user's model share."""

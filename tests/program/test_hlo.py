@@ -17,7 +17,8 @@ from jax.stages import Compiled
 
 from meshpar.errors import ProgramError
 from meshpar.inspection.program.groups import are_parts, spanned_axes
-from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.text import ArrayType
 
 AXES = ("replica", "data", "fsdp", "pipe", "expert", "context", "tensor")
 SIZES = (1, 2, 2, 1, 1, 1, 2)
@@ -121,7 +122,7 @@ def test_a_collective_is_reported_with_its_source_line():
 
 def test_bytes_follow_the_dtype():
     [collective] = collectives_of(compiled(*ONE["all_gather"][:-1], dtype=jnp.int8))
-    assert collective.arrays == (Array("s8", (8, 4)),)
+    assert collective.arrays == (ArrayType("s8", (8, 4)),)
     assert collective.full_bytes == 32
 
 

@@ -11,7 +11,8 @@ from meshpar.errors import ProgramError
 from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program import hlo
 from meshpar.inspection.program.groups import find_groups, parse_groups
-from meshpar.inspection.program.hlo import Array, collectives_of, total_sent_bytes
+from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.inspection.program.text import ArrayType
 from tests.program.test_hlo import ONE, compiled, compiled_text, make_mesh, repeat, shift
 
 EVENS = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -353,11 +354,11 @@ def test_text_that_cannot_be_read_raises(text, problem):
 @pytest.mark.parametrize(
     ("array", "num_bytes"),
     [
-        (Array("pred", (3,)), 3),
-        (Array("bf16", (2, 3)), 12),
-        (Array("f8e4m3fn", (5,)), 5),
-        (Array("s4", (3,)), 2),
-        (Array("c64", ()), 8),
+        (ArrayType("pred", (3,)), 3),
+        (ArrayType("bf16", (2, 3)), 12),
+        (ArrayType("f8e4m3fn", (5,)), 5),
+        (ArrayType("s4", (3,)), 2),
+        (ArrayType("c64", ()), 8),
     ],
 )
 def test_the_bytes_of_an_array_follow_its_dtype(array, num_bytes):
