@@ -20,7 +20,7 @@ from meshpar.mesh.varying import Axes
 from meshpar.nn.low_rank import LowRank
 from meshpar.nn.quantized_kernel import Quantized, QuantizedKernel
 from meshpar.nn.remat import Activation, named
-from meshpar.parallel.context import constrain, manual
+from meshpar.parallel.context import constrain, current, manual
 from meshpar.parallel.precision import wide
 from meshpar.parallel.xla import recomputed
 from meshpar.partition.op import apply
@@ -154,6 +154,22 @@ class Projection(LinearMap):
         if self.expand is not None:
             y = self.expand.product(y)
         return y if self.bias is None else y + self.bias[...]
+
+    def product(self, x: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
+        """As that of any map; in the 8 bits that the context asks for, where GSPMD partitions it.
+
+        Where a program is planned, `partition.rules.quantized` rounds its products.
+        """
+        ctx = current()
+        if ctx is None or ctx.number_format is None or ctx.manual or ctx.is_planned:
+            return super().product(x)
+        from meshpar.parallel import quantized  # and Qwix, which other runs do not need
+
+        kernel = self._kernel
+        matrix = kernel.reshape(math.prod(kernel.shape[: self.num_inputs]), -1)
+        rows = x.reshape(*x.shape[:2], -1)
+        (y,) = quantized.matmuls(rows, [matrix], ctx.number_format, quantized.Shards())
+        return y.reshape(*x.shape[:2], *kernel.shape[self.num_inputs :])
 
     def factorize(self, rank: int, rngs: nnx.Rngs) -> None:
         """Replaces the kernel by two factors of this rank, initialized at random."""

@@ -26,6 +26,7 @@ EVERY = [
 SAMPLE = [
     ("llama", "data2_fsdp2_tensor2", "manual", "fp8", 1),
     ("llama_frozen", "data2_fsdp2_tensor2", "manual", "fp8", 1),
+    ("llama", "data8", "auto", "fp8", 1),
 ]
 CASES = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY
@@ -43,7 +44,6 @@ def on_one_device(number_format: str, model: str, num_microbatches: int) -> Outc
     return in_8_bits(number_format, model, None, "auto", num_microbatches)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout", "lowering", "number_format", "accumulation"), CASES)
 def test_in_8_bits_it_equals_one_device(model, layout, lowering, number_format, accumulation):
     """Scales are global, so the same elements are rounded to the same numbers."""
