@@ -1,6 +1,6 @@
 """The decoder-only transformer behind each model of `meshpar.models`, which select its parts.
 
-Shapes: B batch, S seq, R residual_seq, D embed, V vocab (local shards in the manual lowering).
+Shapes: B batch, S seq, R residual_seq, D embed, V vocab.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Transformer(nnx.Module):
     """Embedding, a scan over stacked blocks, a norm and an output projection.
 
     The blocks' parameters have a leading dim `layers`. If only some layers have experts, the others are a stack of
-    their own, `dense_blocks`. A call returns logits [batch, seq, vocab], local shards of the vocabulary.
+    their own, `dense_blocks`. A call returns logits [batch, seq, vocab].
 
     A batch contains int32 [batch, seq] `tokens`, `positions` and `segments`, and int32 [batch] `rows`, the indices of
     its rows in the global batch.
@@ -311,8 +311,8 @@ class Transformer(nnx.Module):
             and where rows use different adapters `adapters`, see `SideAdapters.used`.
 
         Returns:
-          Logits [batch, vocab] of the token after the last one, or [batch, n, vocab] of those after several, local
-          shards of the vocabulary; and the cache with these tokens.
+          Logits [batch, vocab] of the token after the last one, or [batch, n, vocab] of those after several; and the
+          cache with these tokens.
         """
         embedding_VD = self.embedding[...]
         x_BRD, _, cache = self._scan(self._embed(embedding_VD, batch, None), batch, None, cache)

@@ -36,7 +36,7 @@ def _matmul_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.A
         dw_KN = lax.dot_general(x, dy, over_tokens)
     else:
         dw_KN = lax.dot_general(dy, x, over_tokens).T
-    return dx, *_cut(dw_KN, kernels)
+    return dx, *cut(dw_KN, kernels)
 
 
 matmul.defvjp(lambda x, *kernels: (matmul(x, *kernels), (x, *kernels)), _matmul_backward)
@@ -52,7 +52,7 @@ def _by_token(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1]) if math.prod(x.shape[:-1]) >= MANY_TOKENS else x
 
 
-def _cut(joint: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+def cut(joint: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
     """Cuts the last dim into parts as wide as each kernel."""
     ends = np.cumsum([kernel.shape[1] for kernel in kernels])
     return jnp.split(joint, ends[:-1], axis=-1)

@@ -89,7 +89,7 @@ class Outputs:
     """The outputs of a model's forward.
 
     Args:
-      projected: the logits [batch, seq, vocab], local shards of the vocabulary; or the projection that computes them.
+      projected: the logits [batch, seq, vocab]; or the projection that computes them.
       losses, metrics: summed over all layers, see `Auxiliary`.
       state: the extra state for the next step; None if the forward does not change it.
     """
@@ -101,7 +101,7 @@ class Outputs:
 
     @property
     def logits(self) -> jax.Array:
-        """[batch, seq, vocab], local shards of the vocabulary."""
+        """[batch, seq, vocab]."""
         return self.projected.logits() if isinstance(self.projected, Projection) else self.projected
 
     def sums(self, count: jax.Array) -> Scalars:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 
 from meshpar.parallel.context import platform
-from meshpar.parallel.linear import matmul
+from meshpar.parallel.linear import cut, matmul
 from meshpar.partition.program import Program, Step, Use
 from meshpar.partition.streamed import in_order_of_reads
 
@@ -64,11 +64,8 @@ def _group(steps: Sequence[Step]) -> Step:
 
     def compute(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
         width = math.prod(kernels[0].shape[:num])
-        rows = x.reshape(*x.shape[:-num], width)
-        widths = [math.prod(kernel.shape[num:]) for kernel in kernels]
-        product = matmul(rows, *(kernel.reshape(width, -1) for kernel in kernels))
-        ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-        parts = jax.numpy.split(product, ends, axis=-1)
+        matrices = [kernel.reshape(width, -1) for kernel in kernels]
+        parts = cut(matmul(x.reshape(*x.shape[:-num], width), *matrices), matrices)
         return [y.reshape(*x.shape[:-num], *kernel.shape[num:]) for y, kernel in zip(parts, kernels, strict=True)]
 
     outs = tuple(step.outs[0] for step in steps)

@@ -90,12 +90,16 @@ def test_explain_accepts_what_can_be_traced(model, rules, axis, lowering, monkey
         trace(prepare(run, mesh))
 
 
-def test_all_rules_that_do_not_fit_are_reported_at_once():
-    run = run_with("experts", {"router": ["tensor"], "experts": ["tensor"]}, "tensor", "manual")
+def refusal(run: Run) -> str:
     with pytest.raises(ConfigError) as error:
         prepare(run, run.mesh.abstract())
+    return str(error.value)
+
+
+def test_all_rules_that_do_not_fit_are_reported_at_once():
+    run = run_with("experts", {"router": ["tensor"], "experts": ["tensor"]}, "tensor", "manual")
     assert (
-        str(error.value)
+        refusal(run)
         == """\
 the parts of this config do not fit each other:
   rules.experts
@@ -110,10 +114,8 @@ the parts of this config do not fit each other:
 def test_a_refused_rule_and_an_array_that_does_not_fit_are_reported_together():
     run = run_with("experts", {"router": ["tensor"], "kv_heads": ["tensor"], "heads": ["tensor"]}, "tensor", "manual")
     run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": 4})})
-    with pytest.raises(ConfigError) as error:
-        prepare(run, run.mesh.abstract())
     assert (
-        str(error.value)
+        refusal(run)
         == """\
 the parts of this config do not fit each other:
   rules.router
