@@ -112,10 +112,12 @@ def report(
 
 def activation_lines(activations: Sequence[MovedValue]) -> list[str]:
     """The activations that a forward pass moves, each with its line in the user's code."""
+    inside = "what operations send inside, such as experts and attention of shared rows, is listed by meshpar inspect"
     if not activations:
-        return ["a forward pass moves no activations"]
+        return ["a forward pass moves no activations between operations", inside]
     total = human_bytes(sum(one.sent for one in activations))
-    return [f"a forward pass moves these activations, {total} sent by a device", *map(str, activations)]
+    heading = f"a forward pass moves these activations between operations, {total} sent by a device"
+    return [heading, *map(str, activations), inside]
 
 
 def _details(placement: Placement) -> list[str]:
