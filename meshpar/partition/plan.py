@@ -388,7 +388,7 @@ class Scope:
                     names.setdefault(label, name)
         summed = tuple(axis for label in signature.summed for axis in assigned.get(label, ()))
         closed = {axis for label in signature.closed for axis in assigned.get(label, ())}
-        pinned = signature.pins or (signature.views and nodes[0].layout.is_pinned)
+        pinned = signature.pins or (signature.views and all(node.layout.is_pinned for node in nodes))
         operands = [node.layout for node in nodes if math.prod(node.layout.shape) > 1]  # numbers scale a weight
         is_weight = bool(operands) and all(layout.is_weight for layout in operands)
         axes = [sharded(labels, assigned) for labels in signature.outs]

@@ -59,7 +59,7 @@ class Signature:
       whole: labels that no axis shards, and that only pass on the names of their dims.
       linear: whether pending sums may pass to the result: `one` if at most one operand has any, `all` if all operands
         have the same, `no` if the operation needs their values.
-      views: whether the result is its only operand in another form, so that it stays pinned.
+      views: whether the results are the operands in another form, so that they stay pinned where all operands are.
       pins: whether other operands move to the results, as to a parameter that a rule shards.
       is_product: whether the results are linear in each operand, as those of a product are.
       equation: the letters of the first two operands and of their product, if `streamed` can compute it in chunks.

@@ -25,6 +25,13 @@ def test_unrolled_layers_are_equal_to_one_device(model, layout, lowering, unroll
     assert run.traced_bytes == prepared(model, layout, lowering, 2).traced_bytes
 
 
+@pytest.mark.parametrize("model", ["llama", "llama_gqa_options"])
+def test_unrolled_layers_send_what_a_loop_of_them_does(model):
+    """Parameters of single layers decide how products are sharded, as parameters in stacks do."""
+    unrolled, looped = (prepared(model, "tensor4_sp", "manual", 2, fields={"unroll": n}) for n in ("all", 1))
+    assert unrolled.traced_bytes == looped.traced_bytes
+
+
 def compiled(unroll, num_layers, layout="zero3", **fields):
     run = prepared("llama", layout, "manual", 1, fields={"unroll": unroll, "num_layers": num_layers} | fields)
     return run.compile_step(DEFAULT_FUSIONS).compiled

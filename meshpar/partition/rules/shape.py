@@ -147,7 +147,7 @@ def slice_(eqn: Any) -> Signature:
 
 def split(eqn: Any) -> Signature:
     labels = dims(eqn.invars[0].aval, eqn.params["axis"])
-    return Signature((labels,), (labels,) * len(eqn.outvars), same(eqn))
+    return Signature((labels,), (labels,) * len(eqn.outvars), same(eqn), views=True)
 
 
 def concatenate(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -159,19 +159,21 @@ def concatenate(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         layout = replace(layouts[0], shape=tuple(eqn.outvars[0].aval.shape))
         return scope.step(partial(bind, eqn), [Use(node.register) for node in nodes], [layout], scope.source(eqn))
     labels = dims(eqn.outvars[0].aval, dim)
-    return scope.operation(eqn, Signature((labels,) * len(eqn.invars), (labels,), same(eqn)), nodes)
+    return scope.operation(eqn, Signature((labels,) * len(eqn.invars), (labels,), same(eqn), views=True), nodes)
 
 
 def stack(eqn: Any) -> Signature:
     axis = eqn.params["axis"]
     labels = dims(eqn.invars[0].aval)
-    return Signature((labels,) * len(eqn.invars), ((*labels[:axis], None, *labels[axis:]),), same(eqn))
+    out = (*labels[:axis], None, *labels[axis:])
+    return Signature((labels,) * len(eqn.invars), (out,), same(eqn), views=True)
 
 
 def unstack(eqn: Any) -> Signature:
     axis = eqn.params["axis"] % eqn.invars[0].aval.ndim
     labels = dims(eqn.invars[0].aval, axis)
-    return Signature((labels,), ((*labels[:axis], *labels[axis + 1 :]),) * len(eqn.outvars), same(eqn))
+    out = (*labels[:axis], *labels[axis + 1 :])
+    return Signature((labels,), (out,) * len(eqn.outvars), same(eqn), views=True)
 
 
 def tile(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
