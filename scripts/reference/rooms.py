@@ -1,8 +1,9 @@
-"""The map of the rooms in CONTRIBUTING.md: the layers of pyproject.toml, with the first sentence of each room."""
+"""The map of the rooms in CONTRIBUTING.md: the floors of pyproject.toml, with the first sentence of each room."""
 
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -12,11 +13,11 @@ BEGIN = "<!-- written by make reference -->\n"
 END = "<!-- end of what make reference writes -->\n"
 
 
-def layers() -> list[list[str]]:
-    """The rooms of meshpar, those of one layer in a list, the highest layer first."""
+def floors() -> list[list[str]]:
+    """The rooms of meshpar, those of one floor in a list, the highest floor first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     first = next(contract for contract in contracts if contract.get("containers") == ["meshpar"])
-    return [line.split(" | ") for line in first["layers"]]
+    return [re.split(" [|:] ", line) for line in first["layers"]]
 
 
 def says(room: str) -> str:
@@ -34,9 +35,10 @@ def says(room: str) -> str:
 
 
 def rooms_map() -> str:
-    """The table, with the highest layer first."""
-    rows = [f"| `{room}` | {says(room)} |" for layer in layers() for room in layer if room != "__main__"]
-    return "\n".join(["| room | what is in it |", "|---|---|", *rows]) + "\n"
+    """The table, with the highest floor first."""
+    house = floors()
+    rows = [f"| {len(house) - i} | `{room}` | {says(room)} |" for i, floor in enumerate(house) for room in floor]
+    return "\n".join(["| floor | room | what is in it |", "|---|---|---|", *rows]) + "\n"
 
 
 def written(page: str) -> str:
