@@ -29,7 +29,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     lines = re.sub(r"<[^>]+>", "", fit.partition("</code>")[0]).splitlines()
     assert [line.strip() for line in lines if "json" in line] == ["json: bool = False,"]  # each argument on its line
     page = (tmp_path / "guides" / "plan" / "index.html").read_text()
-    assert "md-footer__link--next" in page and "Choose a layout" in page
+    assert "md-footer__link--next" in page and "Layouts" in page
 
 
 @pytest.mark.parametrize(

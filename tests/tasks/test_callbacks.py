@@ -121,6 +121,6 @@ def state_of(run_dir, like):
 
 
 def test_every_event_is_in_the_guide():
-    guide = Path(__file__).parents[2].joinpath("docs/guides/any-task.md").read_text()
+    guide = Path(__file__).parents[2].joinpath("docs/guides/trainer.md").read_text()
     for event, arguments in events.EVENTS.items():
         assert f"`{event}({', '.join(arguments)})`" in guide
