@@ -1,4 +1,4 @@
-"""Which film a person clicks: two towers above tables of people and films, in Flax Linen. The data of docs/tutorials/4-recommender.md."""
+"""Which film a person clicks: two towers above tables of people and films, in Flax Linen. The data of its tutorial."""
 
 import flax.linen as nn
 import jax.numpy as jnp
