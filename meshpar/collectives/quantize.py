@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.collectives import codec
 from meshpar.collectives.compression import Blocks
 
 
@@ -15,27 +15,16 @@ class Scaled(Blocks):
     """Base of the 8-bit formats. A block is divided by its scale: its largest magnitude over that of the dtype."""
 
     dtype: ClassVar[Any]
-    largest: ClassVar[int]
 
     def encode(self, x, key):
-        # A scale that is not finite makes every element that is decoded with it not finite.
-        scale = jnp.abs(x).max(-1, keepdims=True) / self.largest
-        steps = jnp.where(scale > 0, x / scale, jnp.zeros_like(x))
-        if self.rounding == "stochastic":
-            if key is None:
-                raise TypeError("stochastic rounding needs a key")
-            steps = self.round_by_chance(steps, key)
-        elif jnp.issubdtype(self.dtype, jnp.integer):
-            steps = jnp.round(steps)
-        code = jnp.clip(steps, -self.largest, self.largest).astype(self.dtype)
-        return lax.bitcast_convert_type(code, jnp.uint8), scale
+        if self.rounding == "stochastic" and key is None:
+            raise TypeError("stochastic rounding needs a key")
+        scale = jnp.abs(x).max(-1, keepdims=True) / codec.largest_code(self.dtype)
+        codes = codec.encode(x, scale, self.dtype, key=key if self.rounding == "stochastic" else None)
+        return lax.bitcast_convert_type(codes, jnp.uint8), scale
 
     def decode(self, code, scale):
-        return lax.bitcast_convert_type(code, self.dtype).astype(jnp.float32) * scale
-
-    def round_by_chance(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Rounds up or down at random, so that the mean is x."""
-        raise NotImplementedError
+        return codec.decode(lax.bitcast_convert_type(code, self.dtype), scale)
 
 
 class Int8(Scaled):
@@ -46,10 +35,6 @@ class Int8(Scaled):
 
     kind: Literal["int8"] = "int8"
     dtype: ClassVar = jnp.int8
-    largest: ClassVar = 127
-
-    def round_by_chance(self, x, key):
-        return jnp.floor(x + jax.random.uniform(key, x.shape, x.dtype))
 
 
 class Float8(Scaled):
@@ -60,13 +45,6 @@ class Float8(Scaled):
 
     kind: Literal["fp8"] = "fp8"
     dtype: ClassVar = jnp.float8_e4m3fn
-    largest: ClassVar = 448
-
-    def round_by_chance(self, x, key):
-        # Rounds to 3 bits of mantissa: adds a random number below the last of them, and truncates the rest.
-        below = jnp.uint32((1 << 20) - 1)
-        bits = lax.bitcast_convert_type(x, jnp.uint32) + (jax.random.bits(key, x.shape, jnp.uint32) & below)
-        return lax.bitcast_convert_type(bits & ~below, jnp.float32)
 
 
 class OneBit(Blocks):

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshpar.collectives.codec import decode, encode
 from meshpar.config import Config, Positive
 from meshpar.errors import Problems
 from meshpar.parallel.precision import wide
@@ -116,7 +117,7 @@ class Quantized(Config):
         if self.kind == "nf4":
             codes = _nearest_levels(groups, scales).reshape(shape)
             return {"codes": _packed(codes, dim)} | stored
-        codes = nearest_codes(groups, scales, self.largest).reshape(shape)
+        codes = encode(groups, scales, largest=self.largest).reshape(shape)
         return {"codes": _packed(codes + 8, dim) if self.is_packed else codes} | stored
 
     def dequantize(self, stored: Mapping[str, jax.Array], dim: int, num_inputs: int = 1) -> jax.Array:
@@ -127,17 +128,17 @@ class Quantized(Config):
         num_groups = scales.shape[dim]
         groups = codes.reshape(*shape[:dim], num_groups, shape[dim] // num_groups, *shape[dim + 1 :])
         if self.kind == "nf4":
-            levels = jnp.asarray(NF4, scales.dtype)[groups]
-        else:
-            levels = (groups - jnp.int8(8) if self.is_packed else groups).astype(scales.dtype)
-        return (levels * jnp.expand_dims(scales, dim + 1)).reshape(shape)
+            groups = jnp.asarray(NF4, scales.dtype)[groups]
+        elif self.is_packed:
+            groups = groups - jnp.int8(8)
+        return decode(groups, jnp.expand_dims(scales, dim + 1)).reshape(shape)
 
 
 def _quantized_scales(scales: jax.Array, dtype: Any, inputs: tuple[int, ...]) -> dict[str, jax.Array]:
     """int8 scales, and the step and the mean of each output."""
     means = scales.mean(inputs, keepdims=True).astype(dtype)
     steps = (jnp.abs(scales - means.astype(scales.dtype)).max(inputs, keepdims=True) / 127).astype(dtype)
-    codes = nearest_codes(scales - means.astype(scales.dtype), steps.astype(scales.dtype), 127)
+    codes = encode(scales - means.astype(scales.dtype), steps.astype(scales.dtype))
     return {"scales": codes, "steps": steps.squeeze(inputs), "means": means.squeeze(inputs)}
 
 
@@ -147,7 +148,7 @@ def _scales(stored: Mapping[str, jax.Array], dim: int, num_inputs: int) -> jax.A
         return stored["scales"]
     inputs = tuple(range(dim - num_inputs + 1, dim + 1))
     steps, means = (jnp.expand_dims(stored[name], inputs) for name in ("steps", "means"))
-    return stored["scales"].astype(steps.dtype) * steps + means
+    return decode(stored["scales"], steps) + means
 
 
 def _nearest_levels(x: jax.Array, scales: jax.Array) -> jax.Array:
@@ -156,16 +157,6 @@ def _nearest_levels(x: jax.Array, scales: jax.Array) -> jax.Array:
     ones = jnp.ones_like(scales)
     borders = (levels[1:] + levels[:-1]) / 2
     return jnp.searchsorted(borders, x / jnp.where(scales == 0, ones, scales)).astype(jnp.int8)
-
-
-def nearest_codes(x: jax.Array, scales: jax.Array, largest: int) -> jax.Array:
-    """int8 like x: the integers up to `largest` for which `codes * scales` is nearest to x; 0 where a scale is 0.
-
-    Args:
-      scales: like x, or with dims of size 1.
-    """
-    steps = x / jnp.where(scales == 0, jnp.ones_like(scales), scales)
-    return jnp.clip(jnp.round(steps), -largest, largest).astype(jnp.int8)
 
 
 def _packed(codes: jax.Array, dim: int) -> jax.Array:

@@ -13,7 +13,7 @@ dy is multiplied by them before it is rounded; x is needed in 8 bits only.
 If devices hold shards of a summed dim, the largest element is that of all shards. So all devices together round as one
 device would, and the result does not depend on the layout.
 
-Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats). Qwix rounds and multiplies.
+Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats). Qwix multiplies.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import qwix
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshpar.collectives.codec import encode, largest_code
 from meshpar.collectives.matmul import PRODUCT
 from meshpar.mesh.varying import Axes, varying_alike
 from meshpar.parallel.context import Format
@@ -115,11 +116,10 @@ def largest(x: jax.Array, dims: tuple[int, ...], axes: Axes) -> jax.Array:
 
 def _quantize(x: jax.Array, dtype: Any, top: jax.Array) -> qwix.QArray:
     """`x`, whose magnitudes are at most `top`, in 8 bits with its scales."""
-    # Qwix scales the range of int8 to [-127.5, 127.5], whose ends are ties: rounding errors, and so the layout, would
-    # decide them. With this range the largest element becomes 127.
-    end = 127.5 / 127 if dtype == jnp.int8 else 1
-    within_one = qwix.quantize(wide(x) / top, dtype, calibration_method=f"fixed,{end}")
-    return replace(within_one, scale=within_one.scale * top)
+    # Qwix would scale the range of int8 to [-127.5, 127.5], whose ends are ties: rounding errors, and so the layout,
+    # would decide them. Here the largest element becomes 127.
+    step = jnp.ones_like(top) / largest_code(dtype)
+    return qwix.QArray(encode(wide(x) / top, step, dtype), step * top)
 
 
 def _multiply(x: Any, y: Any, of_x: tuple[int, ...], of_y: tuple[int, ...]) -> jax.Array:

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from meshpar.nn import compressed
-from meshpar.nn.attention import codes
-from meshpar.nn.attention.codes import Codes, encode
+from meshpar.nn.attention.codes import Codes
 from meshpar.nn.attention.paged import PagedCache
 from meshpar.nn.attention.reference import Reference
 from meshpar.tree import flatten_with_paths
@@ -98,11 +97,13 @@ def test_an_int8_cache_attends_to_the_rounded_keys_and_values():
 
 
 def test_planted_scales_of_the_next_head_are_seen(monkeypatch):
+    encode = Codes.of
+
     def rolled(x):
         right = encode(x)
         return right._replace(scales=jnp.roll(right.scales, 1, axis=-1))
 
-    monkeypatch.setattr(codes, "encode", rolled)
+    monkeypatch.setattr(Codes, "of", rolled)
     got, want = one_token()
     assert abs(got - want).max() > 1e-3
 

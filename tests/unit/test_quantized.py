@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 from jax import lax
 
 from meshpar import fit
@@ -93,6 +94,17 @@ def worst(number_format: str) -> list[float]:
 def test_errors_are_within_the_bound_of_rounding_and_not_far_below(number_format):
     """Errors of 64 terms cancel, so the worst element is at about a third of the bound."""
     assert all(0.1 < error < 1 for error in worst(number_format)), worst(number_format)
+
+
+@pytest.mark.parametrize(("dtype", "end"), [(jnp.int8, 127.5 / 127), (jnp.float8_e4m3fn, 1), (jnp.float8_e5m2, 1)])
+def test_the_codec_rounds_as_qwix_does(dtype, end):
+    """To the bit, with the range of int8 for which the largest element becomes 127."""
+    x = jax.random.normal(jax.random.key(0), (64, 33)) * jnp.exp(jax.random.normal(jax.random.key(1), (64, 33)))
+    top = quantized.largest(x, (1,), ())
+    within_one = qwix.quantize(x / top, dtype, calibration_method=f"fixed,{end}")
+    got = quantized._quantize(x, dtype, top)
+    np.testing.assert_array_equal(got.qvalue.astype(jnp.float32), within_one.qvalue.astype(jnp.float32))
+    np.testing.assert_array_equal(got.scale, within_one.scale * top)
 
 
 @pytest.mark.parametrize("number_format", ["fp8", "int8"])

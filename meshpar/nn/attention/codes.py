@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.quantized_kernel import nearest_codes
+from meshpar.collectives import codec
 
 CacheFormat = Literal["int8"]
 
@@ -29,6 +29,11 @@ class Codes(NamedTuple):
     codes: Int[Array, "... K h"]
     scales: Float[Array, "... K"]
 
+    @classmethod
+    def of(cls, x: Float[Array, "*tokens K h"]) -> Codes:
+        scales = jnp.abs(x).max(-1) / codec.largest_code(jnp.int8)
+        return cls(codec.encode(x, scales[..., None]), scales)
+
 
 Stored = Float[Array, "... K h"] | Codes
 """Keys or values in a cache."""
@@ -36,16 +41,9 @@ Stored = Float[Array, "... K h"] | Codes
 
 def encoded(x: Float[Array, "*tokens K h"], like: Stored) -> Stored:
     """Encodes new keys or values in the format and dtype of a cache, `like`."""
-    return encode(x.astype(like.scales.dtype)) if isinstance(like, Codes) else x.astype(like.dtype)
-
-
-def encode(x: Float[Array, "*tokens K h"]) -> Codes:
-    scales = jnp.abs(x).max(-1) / jnp.asarray(127, x.dtype)
-    return Codes(nearest_codes(x, scales[..., None], 127), scales)
+    return Codes.of(x.astype(like.scales.dtype)) if isinstance(like, Codes) else x.astype(like.dtype)
 
 
 def decoded(stored: Stored) -> jax.Array:
     """The keys or values, float[..., kv_heads, head_dim]."""
-    if isinstance(stored, Codes):
-        return stored.codes.astype(stored.scales.dtype) * stored.scales[..., None]
-    return stored
+    return codec.decode(stored.codes, stored.scales[..., None]) if isinstance(stored, Codes) else stored
