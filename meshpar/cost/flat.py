@@ -1,7 +1,7 @@
 """Flattens a jaxpr to a list of operations, with calls inlined and elementwise operations fused as compilers do it.
 
 An elementwise operation whose result is read once is computed by its reader, so its result is no array. `cost.live`
-counts the bytes that are held, `cost.touched` the bytes that are read and written.
+counts the bytes that are held; `cost.touched` and `cost.passes` count the bytes that are read and written.
 """
 
 from __future__ import annotations
@@ -10,28 +10,23 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshpar.cost.walk import inner_jaxprs
+from meshpar.cost.flops import PRODUCTS
+from meshpar.cost.traced import COLLECTIVES
+from meshpar.cost.walk import Visit, inner_jaxprs, live_part, repeats
 
 VIEWS = {
     "broadcast_in_dim", "copy", "expand_dims", "iota", "layout_constraint", "name", "pvary", "reshape", "slice",
     "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 SAME = {
-    "expand_dims",
-    "layout_constraint",
-    "name",
-    "optimization_barrier",
-    "pvary",
-    "reshape",
-    "squeeze",
-    "stop_gradient",
-}
+    "expand_dims", "layout_constraint", "name", "optimization_barrier", "pvary", "reshape", "squeeze", "stop_gradient",
+}  # fmt: skip
 """Operations whose results are their operands, in the same memory."""
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "convert_element_type", "div", "eq", "exp", "ge", "gt", "integer_pow", "le", "log",
@@ -44,12 +39,20 @@ EXPENSIVE = {"div", "exp", "integer_pow", "log", "logistic", "pow", "rsqrt", "sq
 """Elementwise operations that take longer to compute than to read their operands."""
 _CHEAP = ELEMENTWISE - EXPENSIVE | {"dynamic_slice"}
 """Operations that compilers rather compute twice than store their results."""
+SLICES = {"dynamic_slice", "gather"}
+"""Operations that read a part of their first operand."""
+UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+"""Operations that write a part of their first operand, in place -> the operand of that size."""
+UNCOUNTED = {*PRODUCTS, *COLLECTIVES, "axis_index", "pallas_call", "pvary", "shard_map"}
+"""Operations whose memory traffic is not counted beside that of products and collectives."""
+SCALARS = 128
+"""Operations on at most this many bytes compute indices and counters, which cost nothing next to arrays."""
 _CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
 
 
 def bodies(program: ClosedJaxpr) -> list[Jaxpr]:
     """The part of a program that a device runs: its manual regions (`shard_map`), or all of it if it has none."""
-    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    live = live_part(program)
     return list(_regions(live)) or [live]
 
 
@@ -105,6 +108,8 @@ class Flat:
         """Bytes of each value."""
         self.arguments = {var: self._new(size_of(var)) for var in [*jaxpr.constvars, *jaxpr.invars]}
         self.results = self._add(jaxpr, dict(self.arguments))
+        self.last_reads, self.fused = self._fuse()
+        """Value -> position of the operation that reads it last; the values that their reader computes, no arrays."""
 
     def _new(self, size: int) -> int:
         self.sizes.append(size)
@@ -124,10 +129,8 @@ class Flat:
             reads = [number(atom) for atom in equation.invars]
             inside = inner_jaxprs(equation)
             if self._is_call(equation) and len(inside) == 1 and len(inside[0].invars) == len(reads):
-                around, self._behind = (
-                    self._behind,
-                    id(equation) if equation.params.get("prevent_cse") else self._behind,
-                )
+                around = self._behind
+                self._behind = id(equation) if equation.params.get("prevent_cse") else around
                 written = self._add(inside[0], dict(zip(inside[0].invars, reads, strict=True)))
                 self._behind = around
                 known |= zip(equation.outvars, written, strict=True)
@@ -163,16 +166,6 @@ class Flat:
         return is_once or equation.primitive.name in _CALLS
 
     @cached_property
-    def last_reads(self) -> dict[int, int]:
-        """Value -> position of the operation that reads it last; a fused operation reads when its reader runs."""
-        return self._fused[0]
-
-    @cached_property
-    def fused(self) -> set[int]:
-        """Values that their reader computes, and that are no arrays."""
-        return self._fused[1]
-
-    @cached_property
     def recomputed(self) -> set[int]:
         """Values that every reader computes: fused values, and cheap values that only fusions read."""
         found = set(self.fused)
@@ -187,8 +180,14 @@ class Flat:
                 found.add(operation.writes[0])
         return found
 
-    @cached_property
-    def _fused(self) -> tuple[dict[int, int], set[int]]:
+    def part(self, operation: Operation) -> int | None:
+        """Bytes of the part of its first operand that an operation reads or writes; None if it uses all of it."""
+        if operation.name in SLICES:
+            return self.sizes[operation.writes[0]]
+        return self.sizes[operation.reads[UPDATES[operation.name]]] if operation.name in UPDATES else None
+
+    def _fuse(self) -> tuple[dict[int, int], set[int]]:
+        """The last reads and the fused values; a fused operation reads when its reader runs."""
         readers = Counter(value for operation in self.operations for value in operation.reads)
         end = len(self.operations)
         last = dict.fromkeys(self.results, end)
@@ -204,6 +203,32 @@ class Flat:
             for value in operation.reads:
                 last[value] = max(last.get(value, -1), at)
         return last, fused
+
+
+def flat_bodies(program: ClosedJaxpr, mean: bool = False, merges: bool = False) -> Iterator[tuple[Flat, Fraction]]:
+    """The flat program of a device and those of its loops and branches, and how often each runs; see `Flat`, `bodies`.
+
+    Args:
+      program: the result of `jax.make_jaxpr`. A `while` of unknown length counts once.
+      mean: see `walk.Visit`.
+    """
+    for body in bodies(program):
+        yield from _with_inner(body, Fraction(1), mean, merges)
+
+
+def _with_inner(jaxpr: Jaxpr, times: Fraction, mean: bool, merges: bool) -> Iterator[tuple[Flat, Fraction]]:
+    flat = Flat(jaxpr, merges=merges)
+    yield flat, times
+    for one in flat.operations:
+        if is_entered(one):
+            visit = Visit(one.equation, scope=str(one.equation.source_info.name_stack), mean=mean)
+            for inside, repeat in zip(one.inside, repeats(visit, len(one.inside)), strict=True):
+                yield from _with_inner(inside, times * (1 if repeat is None else repeat), mean, merges)
+
+
+def is_entered(one: Operation) -> bool:
+    """Whether an operation costs what its body does: a loop, a conditional or a call."""
+    return bool(one.inside) and one.name not in UNCOUNTED | UPDATES.keys()
 
 
 def size_of(var: Any) -> int:

@@ -169,10 +169,10 @@ def _ragged_shape(equation: Any) -> Sequence[int]:
     """Each group of rows has a product of its own, of the mean number of rows."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     left, right = (operand.aval.shape for operand in equation.invars[:2])
-    (contracted, contracted_right), _ = numbers.dot_dimension_numbers
+    (contracted, contracted_right), (_, batched_right) = numbers.dot_dimension_numbers
     groups = math.prod(right[dim] for dim in numbers.rhs_group_dimensions) or 1
     terms = math.prod(left[dim] for dim in contracted)
-    held = {*contracted_right, *numbers.rhs_group_dimensions}
+    held = {*contracted_right, *batched_right, *numbers.rhs_group_dimensions}
     columns = math.prod(size for dim, size in enumerate(right) if dim not in held)
     return groups, max(1, math.prod(left) // terms // groups), columns, terms
 
@@ -200,19 +200,9 @@ _SHAPES: dict[str, Callable[[Any], Sequence[int]]] = {
 }
 
 
-def _dot_terms(equation: Any) -> int:
-    """The number of products that a matrix product sums. A row of a ragged product is multiplied by one group."""
-    left, right = (operand.aval for operand in equation.invars[:2])
-    if "dimension_numbers" in equation.params:
-        numbers = equation.params["dimension_numbers"]
-        groups = ()
-    else:
-        ragged = equation.params["ragged_dot_dimension_numbers"]
-        numbers = ragged.dot_dimension_numbers
-        groups = ragged.rhs_group_dimensions
-    (_, contracted), (_, batched) = numbers
-    shared = {*contracted, *batched, *groups}
-    return left.size * math.prod(size for dim, size in enumerate(right.shape) if dim not in shared)
+def _ragged_terms(equation: Any) -> int:
+    """The number of products that a ragged product sums: each row is multiplied by one group."""
+    return equation.invars[0].aval.size * _ragged_shape(equation)[2]
 
 
 def _convolution_terms(equation: Any) -> int:
@@ -247,8 +237,8 @@ def _attention_terms(equation: Any, num_products: int) -> int:
 
 
 PRODUCTS: dict[str, Callable[[Any], int]] = {
-    "dot_general": _dot_terms,
-    "ragged_dot_general": _dot_terms,
+    "dot_general": lambda equation: math.prod(_dot_shape(equation)),
+    "ragged_dot_general": _ragged_terms,
     "conv_general_dilated": _convolution_terms,
     # Forward: scores, result. Backward: scores, and the gradients of weights, queries, keys and values.
     "dot_product_attention_fwd_wrapper": partial(_attention_terms, num_products=2),

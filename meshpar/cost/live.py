@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
-from functools import cached_property
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -46,16 +45,12 @@ def peak_bytes(program: ClosedJaxpr) -> int:
       >>> peak_bytes(jax.make_jaxpr(twice)(jnp.ones((8, 8), jnp.float32)))
       512
     """
-    return max(_peak(body) + _relaid_bytes(body) for body in bodies(program))
-
-
-def _relaid_bytes(jaxpr: Jaxpr) -> int:
-    """Bytes of the arguments that XLA copies, because collectives gather along the first dim in memory."""
-    return sum(size_of(jaxpr.invars[index]) for index in _relaid(jaxpr))
+    return max(_peak(body) + sum(size_of(body.invars[index]) for index in _relaid(body)) for body in bodies(program))
 
 
 def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int]:
-    """The arguments that are transposed and gathered, whole or in slices, also in the bodies of loops."""
+    """The arguments that XLA copies because collectives gather along the first dim in memory: they are transposed and
+    gathered, whole or in slices, also in the bodies of loops."""
     sources: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
     transposed: set[Any] = {jaxpr.invars[index] for index in transposed_arguments}
     found: set[int | None] = set()
@@ -77,60 +72,39 @@ def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int
     return {index for index in found if index is not None}
 
 
-def _peak(jaxpr: Jaxpr, owned: Collection[int] = (), filled: bool = False) -> int:
-    """The largest number of bytes that a program holds, in addition to its arguments.
+def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:
+    """The largest number of bytes that a program, or the body of a loop, holds in addition to its arguments.
 
     Args:
-      owned: indices of the arguments that the program may overwrite.
-      filled: whether the results of loops after it are held too, see `_Body.filled`.
+      owned: indices of the arguments that it may overwrite.
     """
-    return _Body(jaxpr, owned, filled).peak()
+    flat = Flat(jaxpr, once=True, shares=True)
+    filled = [0] * len(flat.operations) if owned else _filled(flat)
+    now = most = 0
+    freed: dict[int, set[int]] = defaultdict(set)
+    for index in owned:
+        value = flat.arguments[jaxpr.invars[index]]
+        freed[flat.last_reads.get(value, len(flat.operations))].add(value)
+    for position, operation in enumerate(flat.operations):
+        written = [value for value in operation.writes if value not in flat.fused]
+        new = held = sum(flat.sizes[value] for value in written)
+        if overwritten := _overwritten(operation, freed[position]):
+            new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, overwritten))
+        inside = max((_peak(one, _owned(operation, one)) for one in operation.inside), default=0)
+        here = max(new, inside) if operation.name == "cond" else new + inside
+        most = max(most, now + here + filled[position])
+        for value in written:
+            freed[flat.last_reads.get(value, position)].add(value)
+        now += held - sum(flat.sizes[value] for value in freed[position])
+    return most
 
 
-class _Body:
-    """A program, or the body of a loop, and what its operations hold.
-
-    Args:
-      owned, filled: see `_peak`.
-    """
-
-    def __init__(self, jaxpr: Jaxpr, owned: Collection[int], filled: bool) -> None:
-        self.flat = Flat(jaxpr, once=True, shares=True)
-        self.owned = [self.flat.arguments[jaxpr.invars[index]] for index in owned]
-        self.inside = [
-            max((_peak(one, _owned(operation, one), filled or later > 0) for one in operation.inside), default=0)
-            for operation, later in zip(self.flat.operations, self.filled, strict=True)
-        ]
-
-    def peak(self) -> int:
-        """The largest number of bytes that it holds."""
-        flat = self.flat
-        now = most = 0
-        freed: dict[int, set[int]] = defaultdict(set)
-        for value in self.owned:
-            freed[flat.last_reads.get(value, len(flat.operations))].add(value)
-        for position, operation in enumerate(flat.operations):
-            written = [value for value in operation.writes if value not in flat.fused]
-            new = sum(flat.sizes[value] for value in written)
-            if overwritten := _overwritten(operation, freed[position]):
-                new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, overwritten))
-            inside = self.inside[position]
-            here = max(new, inside) if operation.name == "cond" else new + inside
-            most = max(most, now + here + self.filled[position])
-            for value in written:
-                freed[flat.last_reads.get(value, position)].add(value)
-            now += sum(flat.sizes[value] for value in written) - sum(flat.sizes[value] for value in freed[position])
-        return most
-
-    @cached_property
-    def filled(self) -> list[int]:
-        """For each operation, bytes of the arrays in which later loops collect a slice in each iteration."""
-        found: list[int] = []
-        later = 0
-        for operation in reversed(self.flat.operations):
-            found.append(0 if self.owned else later)
-            later += _collected(operation, self.flat) if operation.name == "scan" else 0
-        return found[::-1]
+def _filled(flat: Flat) -> list[int]:
+    """For each operation, bytes of the arrays in which later loops collect a slice in each iteration."""
+    found = [0]
+    for operation in reversed(flat.operations):
+        found.append(found[-1] + (_collected(operation, flat) if operation.name == "scan" else 0))
+    return found[-2::-1]
 
 
 def _collected(loop: Operation, flat: Flat) -> int:

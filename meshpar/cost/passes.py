@@ -16,13 +16,10 @@ from collections import defaultdict
 from fractions import Fraction
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from meshpar.cost.flat import ELEMENTWISE, VIEWS, Flat, Operation, bodies
-from meshpar.cost.flops import PRODUCTS
+from meshpar.cost.flat import ELEMENTWISE, SCALARS, SLICES, UNCOUNTED, UPDATES, VIEWS, Flat, Operation, flat_bodies
 from meshpar.cost.touched import Touch
-from meshpar.cost.traced import COLLECTIVES
-from meshpar.cost.walk import Visit, repeats
 
 _SUMS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 _FUSED = ELEMENTWISE | VIEWS | _SUMS | {
@@ -31,37 +28,16 @@ _FUSED = ELEMENTWISE | VIEWS | _SUMS | {
 }  # fmt: skip
 _ALIASES = VIEWS | {"bitcast_convert_type", "optimization_barrier", "rev", "split", "squeeze"}
 """Operations whose result is read from the memory of their operand."""
-_READS_PART = {"dynamic_slice", "gather"}
-_WRITES_PART = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter_add": 2}
-"""Operations that write a part of their first operand, in place -> the operand of that size."""
-_UNCOUNTED = {*PRODUCTS, *COLLECTIVES, "axis_index", "pallas_call", "pvary", "shard_map"}
-_SCALARS = 128
-"""Arrays of at most this many bytes are indices and counters."""
 
 
 def passes(program: ClosedJaxpr, mean: bool = False) -> dict[Touch, Fraction]:
-    """The passes of a device over its memory -> how often they run.
-
-    Args:
-      program: the result of `jax.make_jaxpr`.
-      mean: see `walk.Visit`.
-    """
+    """The passes of a device over its memory -> how often they run; see `flat_bodies`."""
     found: dict[Touch, Fraction] = defaultdict(Fraction)
-    for body in bodies(program):
-        _add(body, Fraction(1), found, mean)
+    for flat, times in flat_bodies(program, mean, merges=True):
+        for num_bytes in _Body(flat).by_pass.values():
+            if num_bytes > SCALARS:
+                found[Touch(num_bytes)] += times
     return found
-
-
-def _add(jaxpr: Jaxpr, times: Fraction, found: dict[Touch, Fraction], mean: bool) -> None:
-    body = _Body(Flat(jaxpr, merges=True))
-    for num_bytes in body.by_pass.values():
-        if num_bytes > _SCALARS:
-            found[Touch(num_bytes)] += times
-    for operation in body.flat.operations:
-        if operation.inside and operation.name not in _UNCOUNTED | _WRITES_PART.keys() | _SUMS:
-            visit = Visit(operation.equation, scope=str(operation.equation.source_info.name_stack), mean=mean)
-            for inside, repeat in zip(operation.inside, repeats(visit, len(operation.inside)), strict=True):
-                _add(inside, times * (1 if repeat is None else repeat), found, mean)
 
 
 class _Body:
@@ -106,7 +82,7 @@ class _Body:
         """Gives the results of an operation the number of their pass."""
         number = max((self.ready[value] for value in operation.reads), default=0)
         name = operation.name
-        ends = not (name in _FUSED or name in _READS_PART) or (name in _SUMS and not _is_of_rows(operation.equation))
+        ends = not (name in _FUSED or name in SLICES) or (name in _SUMS and not _is_of_rows(operation.equation))
         for value in operation.writes:
             self.level[value] = number
             self.ready[value] = number + 1 if ends else number
@@ -121,21 +97,21 @@ class _Body:
         if name in _ALIASES:
             return
         number = self.level[operation.writes[0]] if operation.writes else 0
-        is_pass = name in _FUSED or name in _READS_PART or name in _WRITES_PART
+        is_pass = name in _FUSED or name in SLICES or name in UPDATES
         for position, value in enumerate(operation.reads):
             origin = self._origin(value)
             if origin not in self.in_memory and not (is_pass and self.level[origin] == number):
                 self.written.add(origin)
             is_array = origin in self.in_memory or self.level[origin] < number
-            is_updated = name in _WRITES_PART and position == 0
+            is_updated = name in UPDATES and position == 0
             if is_pass and is_array and not is_updated:
                 size = min(self.flat.sizes[value], self.flat.sizes[origin])
-                if name in _READS_PART and position == 0:
+                if name in SLICES and position == 0:
                     size = min(size, self.flat.sizes[operation.writes[0]])
                 self.reads[number][origin] = max(size, self.reads[number].get(origin, 0))
-        if name in _WRITES_PART:
-            self.more[number] += self.flat.sizes[operation.reads[_WRITES_PART[name]]]
-        elif not is_pass and name not in _UNCOUNTED and not operation.inside:
+        if name in UPDATES:
+            self.more[number] += self.flat.sizes[operation.reads[UPDATES[name]]]
+        elif not is_pass and name not in UNCOUNTED and not operation.inside:
             self.more[number] += sum(self.flat.sizes[value] for value in [*operation.reads, *operation.writes])
 
 

@@ -14,18 +14,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from meshpar.cost.flat import EXPENSIVE, VIEWS, Flat, Operation, bodies
-from meshpar.cost.flops import PRODUCTS
-from meshpar.cost.traced import COLLECTIVES
-from meshpar.cost.walk import Visit, inner_jaxprs, repeats
+from meshpar.cost.flat import EXPENSIVE, SCALARS, UNCOUNTED, VIEWS, Flat, Operation, flat_bodies, is_entered
+from meshpar.cost.walk import inner_jaxprs
 
-_ELSEWHERE = {*PRODUCTS, *COLLECTIVES, "axis_index", "optimization_barrier", "pallas_call", "pvary", "shard_map"}
-_PARTS = {"dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
-"""Operations that touch only a part of their first operand -> the operand of that size; None for the result."""
-_SCALARS = 128
-"""Operations that touch at most this many bytes compute indices and counters, which cost nothing next to arrays."""
 _DIM_PARAMS = {
     "all_gather": "all_gather_dimension",
     "all_gather_invariant": "all_gather_dimension",
@@ -59,16 +52,10 @@ Counts = dict[Touch, Fraction]
 
 
 def touched_bytes(program: ClosedJaxpr, mean: bool = False) -> Counts:
-    """The operations of a device other than products and collectives -> how often they run.
-
-    Args:
-      program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
-        A `while` of unknown length counts once.
-      mean: count the mean of all stages of a pipeline instead of a stage with both ends of the model.
-    """
+    """The operations of a device other than products and collectives -> how often they run; see `flat_bodies`."""
     found: Counts = defaultdict(Fraction)
-    for body in bodies(program):
-        _add(body, Fraction(1), found, mean)
+    for flat, times in flat_bodies(program, mean):
+        _add(flat, times, found)
     return found
 
 
@@ -86,17 +73,12 @@ def functions_outside(program: ClosedJaxpr) -> Counter[str]:
     return found
 
 
-def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
-    flat = Flat(jaxpr)
+def _add(flat: Flat, times: Fraction, found: Counts) -> None:
     moved = {value for one in flat.operations if one.name in _DIM_PARAMS for value in [*one.reads, *one.writes]}
     reads: dict[int, set[int]] = {}  # recomputed value -> the arrays from which it is computed
     computes: dict[int, Counter[str]] = {}  # recomputed value -> the elements of the functions that compute it
     for operation in flat.operations:
-        if operation.inside and operation.name not in _ELSEWHERE | _PARTS.keys():
-            visit = Visit(operation.equation, scope=str(operation.equation.source_info.name_stack), mean=mean)
-            each = repeats(visit, len(operation.inside))
-            for inside, repeat in zip(operation.inside, each, strict=True):
-                _add(inside, times * (1 if repeat is None else repeat), found, mean)
+        if is_entered(operation):
             continue
         if transposed := _transposed(operation, moved):
             found[Touch(0, ((TRANSPOSE, transposed),))] += times
@@ -109,12 +91,14 @@ def _add(jaxpr: Jaxpr, times: Fraction, found: Counts, mean: bool) -> None:
         written = operation.writes[0] if len(operation.writes) == 1 else None
         # What several operations read is not computed for each of them if it takes functions.
         if written in flat.fused or (written in flat.recomputed and not functions):
-            reads[written] = {written} if operation.name in _PARTS else arrays
+            reads[written] = arrays if flat.part(operation) is None else {written}
             if computed:
                 computes[written] = functions
-        elif computed and operation.name not in _ELSEWHERE:
-            size = _touched(operation, arrays, flat)
-            if size > _SCALARS:
+        elif computed and operation.name not in UNCOUNTED | {"optimization_barrier"}:
+            part = flat.part(operation)
+            whole = (flat.sizes[value] for value in [*arrays, *operation.writes])
+            size = sum(whole) if part is None else 2 * part
+            if size > SCALARS:
                 found[Touch(size, tuple(sorted(functions.items())))] += times
 
 
@@ -132,10 +116,3 @@ def _transposed(operation: Operation, moved: set[int]) -> int:
         order = equation.params["permutation"]
         return equation.outvars[0].aval.size if order[-1] != len(order) - 1 else 0
     return 0
-
-
-def _touched(operation: Operation, arrays: set[int], flat: Flat) -> int:
-    if operation.name in _PARTS:
-        part = _PARTS[operation.name]
-        return 2 * flat.sizes[operation.writes[0] if part is None else operation.reads[part]]
-    return sum(flat.sizes[value] for value in [*arrays, *operation.writes])

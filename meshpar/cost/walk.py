@@ -2,8 +2,7 @@
 
 The body of a loop runs as often as the loop's length says; if data decide, as often as its scope says, see
 `parallel.scopes`. A kernel runs as often as its grid has cells; a kernel whose operations are declared is not entered.
-A branch of a pipeline counts as often as its schedule takes it; every other branch counts as always taken. Equations on
-which no output depends are left out, because compilers remove them.
+A branch of a pipeline counts as often as its schedule takes it; every other branch counts as always taken.
 """
 
 from __future__ import annotations
@@ -58,8 +57,12 @@ def walk(program: ClosedJaxpr, mean: bool = False) -> Iterator[Visit]:
       program: the result of `jax.make_jaxpr`.
       mean: see `Visit`.
     """
-    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _walk(live, Visit(None, mean=mean), count(1))
+    return _walk(live_part(program), Visit(None, mean=mean), count(1))
+
+
+def live_part(program: ClosedJaxpr) -> Jaxpr:
+    """The program without equations on which no output depends, which compilers remove."""
+    return dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))[0]
 
 
 def _walk(jaxpr: Jaxpr, around: Visit, numbers: Iterator[int]) -> Iterator[Visit]:

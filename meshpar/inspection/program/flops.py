@@ -21,7 +21,6 @@ _GEMM = re.compile(r"gemm|cublas|onednn|matmul", re.IGNORECASE)
 _LABELS = re.compile(r"dim_labels=(\w+?)_(\w+)->(\w+)")
 # Custom calls of TPU and GPU programs that only allocate, assert or wait.
 _EMPTY = re.compile(r"Allocate|Assume|AsyncCollective|Sharding|SPMD")
-"""The name of the scope in which a traced program declares the operations of a kernel."""
 _CUDNN_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 """cuDNN's attention -> its products: of the scores and the result; backward, of the scores and four gradients."""
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
