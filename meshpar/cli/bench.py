@@ -54,10 +54,8 @@ def collectives(
 
     measured = measure(operations, sizes)
     if plot and is_first():
-        from meshpar.collectives.plot import plot_bench
-
         with writing("--plot", plot):
-            plot_bench(measured, plot)
+            measured.plot(plot)
     echo(measured, json)
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,6 +51,10 @@ class Timing:
     measured_s: float
     modelled_s: float | None = None
 
+    @property
+    def plan(self) -> Plan:
+        return plan(self.operation, self.algorithm, jax.device_count())  # pyright: ignore[reportArgumentType]
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -76,17 +82,30 @@ class Bench:
         return f"{self.num_devices} x {self.device}; a link: {link}, {source}"
 
     def __str__(self) -> str:
-        lines = [
-            self.about,
-            "",
-            f"{'operation':<16}{'algorithm':<20}{'bytes':>12}{'measured':>14}{'modelled':>14}",
-        ]
+        rows = [("operation", "algorithm", "bytes", "measured", "modelled")]
         for t in self.timings:
-            modelled = "" if t.modelled_s is None else f"{t.modelled_s * 1e6:.0f} us"
-            measured = f"{t.measured_s * 1e6:.0f} us"
-            row = f"{t.operation:<16}{t.algorithm:<20}{human_bytes(t.num_bytes):>12}{measured:>14}{modelled:>14}"
-            lines.append(row.rstrip())
-        return "\n".join(lines)
+            times = ("" if s is None else f"{s * 1e6:.0f} us" for s in (t.measured_s, t.modelled_s))
+            rows.append((t.operation, t.algorithm, human_bytes(t.num_bytes), *times))
+        return "\n".join([self.about, "", *("{:<16}{:<20}{:>12}{:>14}{:>14}".format(*row).rstrip() for row in rows)])
+
+    def plot(self, path: Path) -> None:
+        """Plots time against size, one panel per operation: points are measured, dashed lines are modelled."""
+        from matplotlib.figure import Figure
+
+        of_operation = {name: list(each) for name, each in groupby(self.timings, lambda one: one.operation)}
+        figure = Figure(figsize=(5.5 * len(of_operation), 4.2), layout="constrained")
+        panels = figure.subplots(1, len(of_operation), squeeze=False)[0]
+        for panel, (operation, timings) in zip(panels, of_operation.items(), strict=True):
+            for name in dict.fromkeys(one.algorithm for one in timings):
+                mine = [one for one in timings if one.algorithm == name]
+                sizes = [one.num_bytes for one in mine]
+                [line] = panel.loglog(sizes, [one.measured_s for one in mine], "o-", label=name)
+                if name != XLA:
+                    panel.loglog(sizes, [one.modelled_s for one in mine], "--", color=line.get_color(), alpha=0.6)
+            panel.set(title=f"{operation}, {self.num_devices} x {self.device}", xlabel="bytes", ylabel="seconds")
+            panel.legend()
+        figure.supxlabel(f"points: measured; dashed: predicted from the table of the algorithm\n{self.about}", size=9)
+        figure.savefig(path)
 
 
 def bench(wanted: list[Operation], sizes: list[int], num_calls: int = 7) -> Bench:
@@ -95,11 +114,12 @@ def bench(wanted: list[Operation], sizes: list[int], num_calls: int = 7) -> Benc
     Args:
       sizes: bytes of the whole buffer, rounded up to whole floats for every rank.
     """
-    timings = [timing for operation in wanted for size in sizes for timing in _timings(operation, size, num_calls)]
-    link = here() or _fitted(timings)
-    for i, timing in enumerate(timings):
-        if timing.algorithm != XLA:
-            timings[i] = replace(timing, modelled_s=seconds(_plan_of(timing), timing.num_bytes, link))
+    measured = [timing for operation in wanted for size in sizes for timing in _timings(operation, size, num_calls)]
+    link = here() or _fitted([one for one in measured if one.algorithm != XLA])
+    timings = [
+        one if one.algorithm == XLA else replace(one, modelled_s=seconds(one.plan, one.num_bytes, link))
+        for one in measured
+    ]
     return Bench(jax.devices()[0].device_kind, jax.device_count(), link, here() is None, tuple(timings))
 
 
@@ -112,8 +132,8 @@ def _timings(operation: Operation, num_bytes: int, num_calls: int) -> Iterator[T
     }
     if operation in OWN:
         bodies[XLA] = OWN[operation]
-    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,))
     gathers = operation in ("all_gather", "gather")
+    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,))
     x = np.ones((n, num_floats // n if gathers else num_floats), np.float32)
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(AXIS)))
     programs = {name: _compiled(body, x) for name, body in bodies.items()}
@@ -128,26 +148,18 @@ def _timings(operation: Operation, num_bytes: int, num_calls: int) -> Iterator[T
 
 
 def _compiled(body: Callable[[jax.Array], jax.Array], x: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    def local(x: jax.Array) -> jax.Array:
-        return body(x[0])[None]
-
     spec = PartitionSpec(AXIS)
-    program = jax.jit(jax.shard_map(local, mesh=x.sharding.mesh, in_specs=spec, out_specs=spec))  # pyright: ignore
+    local = jax.shard_map(lambda x: body(x[0])[None], mesh=x.sharding.mesh, in_specs=spec, out_specs=spec)  # pyright: ignore
+    program = jax.jit(local)
     program(x).block_until_ready()
     return program
 
 
 def _fitted(timings: list[Timing]) -> Link:
     """The latency and bandwidth with the least relative error, for devices on a switch."""
-    known = [timing for timing in timings if timing.algorithm != XLA]
     rows = []
-    for timing in known:
-        table = _plan_of(timing)
-        hops, chunks = work(table, torus=False)
-        rows.append([hops / timing.measured_s, chunks * timing.num_bytes / table.num_chunks / timing.measured_s])
-    latency, per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(known)), rcond=None)[0]
+    for one in timings:
+        hops, chunks = work(one.plan, torus=False)
+        rows.append([hops / one.measured_s, chunks * one.num_bytes / one.plan.num_chunks / one.measured_s])
+    latency, per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
     return Link(1 / max(per_byte, 1e-15), max(latency, 0.0))
-
-
-def _plan_of(timing: Timing) -> Plan:
-    return plan(timing.operation, timing.algorithm, jax.device_count())  # pyright: ignore[reportArgumentType]
