@@ -22,9 +22,9 @@ from jax.extend.core import ClosedJaxpr
 from meshpar.cost.walk import Visit, walk
 from meshpar.errors import ProgramError
 from meshpar.mesh.layout import AXES
+from meshpar.mesh.varying import Axes
 from meshpar.sharding.resolve import Placement
 
-Axes = tuple[str, ...]
 Traffic = dict[Axes, Fraction]
 """Axes in the order of the mesh -> bytes that a device sends over them in one call of a program."""
 

@@ -20,9 +20,9 @@ from meshpar.inspection.inspect import Inspection
 from meshpar.inspection.program.hlo import Collective, total_sent_bytes
 from meshpar.inspection.report.places import axes_name, short_source, times_text
 from meshpar.mesh.layout import AXES
+from meshpar.mesh.varying import Axes
 from meshpar.tree import human_bytes, parse_bytes
 
-Axes = tuple[str, ...]
 Traffic = Mapping[Axes, Fraction]
 
 _MAX_ROWS = 8
@@ -119,7 +119,7 @@ def beyond(collectives: Sequence[Collective], traced: Traffic) -> Problems:
 
 
 def _check_kind(where: str, allowed: Allowed, found: list[Collective], layer_passes: int, problems: Problems) -> None:
-    found = sorted(found, key=lambda one: one.times * one.sent_bytes, reverse=True)
+    found = sorted(found, key=lambda one: one.total_bytes, reverse=True)
     times = sum(one.times for one in found)
     if allowed.times is not None and times > allowed.times:
         problems.add(f"{where}.times", _lines(f"runs {times} times, more than {allowed.times}", map(_line, found)))
@@ -156,7 +156,7 @@ def _check_bytes(
     if sent > limit:
         source = f" ({text})" if is_traced else ""
         what = f"sends {float(sent):,.0f} bytes, more than {float(limit):,.0f}{source}"
-        found.sort(key=lambda one: one.times * one.sent_bytes, reverse=True)
+        found.sort(key=lambda one: one.total_bytes, reverse=True)
         problems.add(where, _lines(what, map(_line, found)))
 
 
@@ -184,7 +184,7 @@ def _axes(names: str) -> Axes:
 def _line(one: Collective) -> str:
     what = ", ".join(one.tensors) or ", ".join(map(str, one.arrays))
     over = axes_name(one.axes, one.is_in_parts)
-    size = human_bytes(float(one.times * one.sent_bytes))
+    size = human_bytes(float(one.total_bytes))
     return f"{one.kind} over {over}  {times_text(one.times)}  {size}  {what}  {short_source(one.source)}".rstrip()
 
 

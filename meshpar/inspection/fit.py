@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from meshpar.errors import MeshError
 from meshpar.inspection.inspect import Inspection
+from meshpar.inspection.program.hlo import Collective, total_sent_bytes
 from meshpar.mesh.targets import Target
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import human_bytes
@@ -80,16 +80,14 @@ def judge(inspection: Inspection, target: Target, mesh: AnyMesh) -> FitReport:
     """Compares a program with the machine for which it was compiled."""
     assert isinstance(mesh, Mesh), "a target has devices"
     devices = mesh.devices.flatten()
-    sent_inside = Fraction(0)
-    sent_across = Fraction(0)
-    for collective in inspection.collectives:
-        sent_bytes = collective.times * collective.sent_bytes
-        hosts = ({devices[number].process_index for number in group} for group in collective.groups)
-        # A slice of TPUs is one network.
-        if not target.is_tpu and any(len(of_group) > 1 for of_group in hosts):
-            sent_across += sent_bytes
-        else:
-            sent_inside += sent_bytes
+
+    def spans_hosts(one: Collective) -> bool:
+        return any(len({devices[number].process_index for number in group}) > 1 for group in one.groups)
+
+    # A slice of TPUs is one network.
+    across = [] if target.is_tpu else [one for one in inspection.collectives if spans_hosts(one)]
+    sent_across = total_sent_bytes(across)
+    sent_inside = total_sent_bytes(inspection.collectives) - sent_across
     return FitReport(inspection, target, round(sent_inside), round(sent_across))
 
 

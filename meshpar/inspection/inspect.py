@@ -60,7 +60,7 @@ class Inspection:
         """Bytes sent over each combination of axes, such as `fsdp, tensor`; without a mesh, over `unknown axes`."""
         sent: dict[str, Fraction] = defaultdict(Fraction)
         for one in self.collectives:
-            sent[axes_name(one.axes)] += one.times * one.sent_bytes
+            sent[axes_name(one.axes)] += one.total_bytes
         return {axes: round(num_bytes) for axes, num_bytes in sent.items()}
 
     def as_json(self) -> dict[str, Any]:
@@ -115,15 +115,15 @@ def inspect(
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     visits = list(walk(program))
     flow = Flow(program)
-    found = tuple(found_in(program, visits, mesh, flow))
+    found = tuple(found_in(flow, visits, mesh))
     return Inspection(
         axes={} if mesh is None else dict(mesh.shape),
         collectives=found,
         flops=product_flops(program, visits),
-        memory=memory(program, executable),
-        largest=tuple(largest(program, visits, NUM_LARGEST)),
+        memory=memory(flow, executable),
+        largest=tuple(largest(flow, visits, NUM_LARGEST)),
         opaque=opaque_calls(visits),
-        findings=find(Reading(program, visits, flow, found, executable, mesh, warnings), planned, threshold_bytes),
+        findings=find(Reading(flow, found, executable, mesh, warnings), planned, threshold_bytes),
     )
 
 

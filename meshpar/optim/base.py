@@ -56,16 +56,11 @@ class Matrix:
         if isinstance(dims, Matrix):
             return dims
         is_table = bool({*dims} & {*TOKENS})
-        start = num_stacked(dims)
+        start = next((i for i, dim in enumerate(dims) if dim not in STACKING), len(dims))
         split = len(dims) - (2 if tuple(dims[-2:]) in HEADS else 1)
         if split <= start:
             return cls(tuple(range(start, len(dims))), (), is_table)
         return cls(tuple(range(start, split)), tuple(range(split, len(dims))), is_table)
-
-
-def num_stacked(dims: Sequence[str]) -> int:
-    """The number of leading dims that stack matrices."""
-    return next((i for i, dim in enumerate(dims) if dim not in STACKING), len(dims))
 
 
 class Descent(Config):

@@ -18,12 +18,13 @@ _MIXES = {
 }  # fmt: skip
 
 
-def find_copied(program: Program, flow: Flow, taken: Iterable[Passed]) -> Iterator[Finding]:
+def find_copied(flow: Flow, taken: Iterable[Passed]) -> Iterator[Finding]:
     """Donated arguments that need a second buffer nevertheless.
 
     XLA's CPU compiler also copies an array that two elementwise loops read, such as an optimizer's moments. Other
     compilers fuse such loops, so these copies are no findings.
     """
+    program = flow.program
     for one in taken:
         if not one.donated or flow.arguments[one.number].arrays[0].size <= 1:
             continue

@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from jax.stages import Compiled
 
 from meshpar.inspection.findings.accumulation import Accumulations
 from meshpar.inspection.findings.donation import find_copied
 from meshpar.inspection.findings.finding import Finding
-from meshpar.inspection.findings.planned import Axes, Planned
+from meshpar.inspection.findings.planned import Planned
 from meshpar.inspection.findings.remat import find_rematerializations
 from meshpar.inspection.findings.replication import find_replicated
 from meshpar.inspection.program.arguments import Passed, arguments, outputs
 from meshpar.inspection.program.flow import Flow
 from meshpar.inspection.program.hlo import Collective
-from meshpar.inspection.program.text import Instruction, Program
-from meshpar.inspection.program.walk import Visit
+from meshpar.mesh.varying import Axes
 from meshpar.sharding.resolve import AnyMesh
 
 THRESHOLD_BYTES = 2**20
@@ -41,17 +39,11 @@ class Reading:
       warnings: the partitioner's warnings, see `compiling`.
     """
 
-    program: Program
-    visits: list[Visit]
     flow: Flow
     collectives: tuple[Collective, ...]
     compiled: Compiled | None
     mesh: AnyMesh | None
     warnings: Iterable[str] = ()
-
-    @cached_property
-    def lines(self) -> dict[int, Instruction]:
-        return {visit.instruction.line: visit.instruction for visit in self.visits}
 
 
 def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[Finding, ...]:
@@ -66,11 +58,11 @@ def find(read: Reading, planned: Planned | None, threshold_bytes: int) -> tuple[
     returned: list[Passed] = []
     if read.compiled:
         taken = arguments(read.compiled, read.flow)
-        returned = [one for one in outputs(read.compiled) if one.number not in read.program.aliases]
+        returned = [one for one in outputs(read.compiled) if one.number not in read.flow.program.aliases]
     found = [
-        *find_rematerializations(read.program, read.collectives, read.warnings, read.mesh),
+        *find_rematerializations(read.flow.program, read.collectives, read.warnings, read.mesh),
         *find_replicated([*taken, *returned], planned or Planned(), threshold_bytes),
-        *find_copied(read.program, read.flow, taken),
+        *find_copied(read.flow, taken),
         *_reduced_in_loop(read, planned or Planned()),
     ]
     if planned is None:
@@ -98,7 +90,7 @@ def _gathered_unplanned(read: Reading, planned: Planned, taken: Iterable[Passed]
             if over := tuple(axis for axis in axes if axis in sharded.get(path, axes)):
                 astray[path] = over
         if one.kind == "all_gather" and astray:
-            value = "" if _gathers(read, one) else "the new value of "
+            value = "" if read.flow.gathers(one.instruction) else "the new value of "
             axes = ", ".join(dict.fromkeys(axis for axes in astray.values() for axis in axes))
             what = f"{value}{_names(list(astray))} is gathered over {axes}, but the plan keeps it sharded there"
             fix = "constrain the shardings of the arrays that it is combined with: meshpar.constrain(x, ...)"
@@ -110,7 +102,7 @@ def _gathered_whole(read: Reading, taken: Iterable[Passed], threshold_bytes: int
     sharded = {one.path: one for one in taken if one.axes}
     for one in read.collectives:
         sizes = {array.size for array in one.arrays if array.num_bytes >= threshold_bytes}
-        for path in _gathers(read, one):
+        for path in read.flow.gathers(one.instruction):
             if one.kind == "all_gather" and path in sharded and sharded[path].size in sizes:
                 axes = sharded[path].axes
                 what = f"{path} is sharded over {', '.join(axes)}, but gathered whole"
@@ -119,11 +111,6 @@ def _gathered_whole(read: Reading, taken: Iterable[Passed], threshold_bytes: int
                     f"planned=Planned(gathered={{{path!r}: {axes!r}}})"
                 )
                 yield Finding("unplanned_gather", what, one.place, _sent(one), fix)
-
-
-def _gathers(read: Reading, one: Collective) -> tuple[str, ...]:
-    """The parameters that a collective gathers; parameters that its result overwrites do not count."""
-    return read.flow.gathers(read.lines[one.line])
 
 
 # Reductions in a loop --------------------------------------------------------------------------------------------
@@ -165,7 +152,7 @@ def _astray(one: Collective, planned: Mapping[str, Axes]) -> dict[str, Axes]:
 
 
 def _sent(one: Collective) -> int:
-    return round(one.times * one.sent_bytes)
+    return round(one.total_bytes)
 
 
 def _names(paths: list[str]) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import ParallelContext
 from meshpar.tree import flatten_with_paths, matching
-
-Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)

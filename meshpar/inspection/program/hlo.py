@@ -121,6 +121,11 @@ class Collective:
         n = self.group_size
         return (2 if self.kind == "all_reduce" else 1) * Fraction(n - 1, n) * self.full_bytes
 
+    @property
+    def total_bytes(self) -> Fraction:
+        """Bytes that a device sends in all executions."""
+        return self.times * self.sent_bytes
+
 
 def collectives_of(compiled: Compiled | str, mesh: AnyMesh | None = None) -> list[Collective]:
     """All collectives of a compiled program, in the order of the walk from its entry.
@@ -142,18 +147,18 @@ def collectives_of(compiled: Compiled | str, mesh: AnyMesh | None = None) -> lis
       [('all_reduce', ('data',), 48.0)]
     """
     program = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "")
-    return found_in(program, list(walk(program)), mesh)
+    return found_in(Flow(program), list(walk(program)), mesh)
 
 
-def found_in(program: Program, visits: list[Visit], mesh: AnyMesh | None, flow: Flow | None = None) -> list[Collective]:
+def found_in(flow: Flow, visits: list[Visit], mesh: AnyMesh | None) -> list[Collective]:
     """`collectives_of` for a program that is already parsed and walked."""
+    program = flow.program
     if mesh is not None and mesh.size != program.num_devices:
         raise ProgramError(f"the program is for {program.num_devices} devices, the mesh has {mesh.size}")
     found = [(visit, kind) for visit in visits if (kind := _kind(visit.instruction))]
     _require_all_counted(program, visits, [visit for visit, _ in found])
-    flow = flow or Flow(program)
     begun = [(visit, kind) for visit, kind in found if not _continues(program, visit.instruction)]
-    return [_collective(program, flow, visit, kind, mesh) for visit, kind in begun]
+    return [_collective(flow, visit, kind, mesh) for visit, kind in begun]
 
 
 def total_sent_bytes(
@@ -178,7 +183,7 @@ def total_sent_bytes(
     """
     wanted = None if axes is None else set(axes)
     of_kind = (c for c in found if kind in (None, c.kind))
-    return sum((c.times * c.sent_bytes for c in of_kind if wanted in (None, set(c.axes or ()))), Fraction(0))
+    return sum((c.total_bytes for c in of_kind if wanted in (None, set(c.axes or ()))), Fraction(0))
 
 
 def _kind(one: Instruction) -> str | None:
@@ -200,8 +205,8 @@ def _continues(program: Program, one: Instruction) -> bool:
     return not any('custom_call_target="AsyncCollectiveStart"' in other.rest for other in beside)
 
 
-def _collective(program: Program, flow: Flow, visit: Visit, kind: str, mesh: AnyMesh | None) -> Collective:
-    one = visit.instruction
+def _collective(flow: Flow, visit: Visit, kind: str, mesh: AnyMesh | None) -> Collective:
+    program, one = flow.program, visit.instruction
     permutes = kind == "collective_permute"
     groups = find_groups(one.attributes, "source_target_pairs" if permutes else "replica_groups", program.num_devices)
     arrays = _results(one)

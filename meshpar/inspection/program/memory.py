@@ -11,8 +11,8 @@ import jax
 import pydantic
 from jax.stages import Compiled
 
-from meshpar.inspection.program.flow import argument_path
-from meshpar.inspection.program.text import Instruction, Program
+from meshpar.inspection.program.flow import Flow, argument_path
+from meshpar.inspection.program.text import Instruction
 from meshpar.inspection.program.walk import Visit
 
 Count = Annotated[int, pydantic.Field(ge=0)]
@@ -71,14 +71,14 @@ class Held:
     source: str = ""
 
 
-def memory(program: Program, compiled: Compiled | None) -> Memory:
+def memory(flow: Flow, compiled: Compiled | None) -> Memory:
     """The memory of a program, by kind.
 
     Args:
       compiled: the program with the compiler's own figures. Without it, outputs and temporaries are 0.
     """
     arguments: Counter[str] = Counter()
-    for one in _parameters(program):
+    for one in flow.arguments.values():
         arguments[".".join(argument_path(one).split(".")[:2])] += _bytes(one)
     by_size = dict(arguments.most_common())
     stats = compiled.memory_analysis() if compiled is not None else None
@@ -94,9 +94,10 @@ def memory(program: Program, compiled: Compiled | None) -> Memory:
     return Memory(by_size, outputs, temporaries, peak, stats.host_temp_size_in_bytes)
 
 
-def largest(program: Program, visits: Iterable[Visit], number: int) -> list[Held]:
+def largest(flow: Flow, visits: Iterable[Visit], number: int) -> list[Held]:
     """The largest arguments, and the largest temporaries: at most `number` of each."""
-    arguments = [Held(argument_path(one), str(one.arrays[0]), _bytes(one), True) for one in _parameters(program)]
+    program = flow.program
+    arguments = [Held(argument_path(one), str(one.arrays[0]), _bytes(one), True) for one in flow.arguments.values()]
     fused = {name for one in program.instructions() if one.opcode == "fusion" for name in one.names("calls")}
     made = {
         visit.instruction.line: visit.instruction
@@ -109,10 +110,6 @@ def largest(program: Program, visits: Iterable[Visit], number: int) -> list[Held
         source = next(program.sources(one), "")
         found.append(Held(one.op_name or one.name, str(array), _bytes(one), False, source))
     return found
-
-
-def _parameters(program: Program) -> list[Instruction]:
-    return [one for one in program.computation(program.entry).values() if one.opcode == "parameter"]
 
 
 def _bytes(one: Instruction) -> int:
