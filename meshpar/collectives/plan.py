@@ -19,7 +19,7 @@ The simulator, the executor, the choice of an algorithm, and the formulas in the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal, get_args
@@ -63,7 +63,7 @@ class Permute:
 
     @cached_property
     def transposed(self) -> Permute:
-        return Permute(self.target, self.source, self.chunks, adds=self.keeps, keeps=self.adds)
+        return replace(self, source=self.target, target=self.source, adds=self.keeps, keeps=self.adds)
 
 
 Round = tuple[Permute, ...]
@@ -115,18 +115,15 @@ class Plan:
     def transposed(self) -> Plan:
         """The plan of the derivative: it sends each cotangent back to the source of its value, and sums there."""
         rounds = tuple(tuple(permute.transposed for permute in round_) for round_ in reversed(self.rounds))
-        operation = TRANSPOSED[self.operation]
-        return Plan(operation, self.num_ranks, self.num_chunks, rounds, self.output_slots, self.input_slots, self.root)
+        slots = {"input_slots": self.output_slots, "output_slots": self.input_slots}
+        return replace(self, operation=TRANSPOSED[self.operation], rounds=rounds, **slots)
 
     def then(self, second: Plan, operation: Operation) -> Plan:
         """This plan followed by a second, whose input slots are this plan's output slots."""
-        assert np.array_equal(self.output_slots, second.input_slots), (
-            "the second plan's input is not the first plan's output"
-        )
+        fits = np.array_equal(self.output_slots, second.input_slots)
+        assert fits, "the second plan's input is not the first plan's output"
         rounds = self.rounds + second.rounds
-        return Plan(
-            operation, self.num_ranks, self.num_chunks, rounds, self.input_slots, second.output_slots, self.root
-        )
+        return replace(self, operation=operation, rounds=rounds, output_slots=second.output_slots)
 
     def __str__(self) -> str:
         """One line per round, with `source->target chunks` for each message; `+` marks chunks that are added.

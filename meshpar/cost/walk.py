@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshpar.parallel.scopes import declared_flops, times_of_branches, times_of_loop
@@ -109,11 +109,4 @@ def inner_jaxprs(equation: Any) -> list[Jaxpr]:
     if equation.primitive is partitioned_p:
         structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
         return [jax.make_jaxpr(whole(equation.params["signature"]))(*structs).jaxpr]
-    found: list[Jaxpr] = []
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, Jaxpr):
-                found.append(one)
-            elif isinstance(one, ClosedJaxpr):
-                found.append(one.jaxpr)
-    return found
+    return list(jaxprs_in_params(equation.params))

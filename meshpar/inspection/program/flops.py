@@ -37,34 +37,30 @@ def product_flops(program: Program, visits: Iterable[Visit]) -> int:
 
 def opaque_calls(visits: Iterable[Visit]) -> tuple[str, ...]:
     """The targets of custom calls whose operations and communication are unknown, such as Pallas kernels."""
-    calls = (visit.instruction for visit in visits if visit.instruction.opcode == "custom-call")
-    targets = {_target(call) for call in calls if not _is_counted(call)}
+    targets = {_target(one) for one in (visit.instruction for visit in visits) if not _is_counted(one)}
     return tuple(sorted(target for target in targets if not _EMPTY.search(target)))
 
 
 def _is_counted(one: Instruction) -> bool:
-    """Whether the operations of a custom call are known."""
+    """Whether the operations of an instruction are known: of a Pallas kernel, only if the program declares them."""
     target = _target(one)
-    return bool(_GEMM.search(target)) or target in _CUDNN_PRODUCTS or _declared(one) is not None
-
-
-def _declared(one: Instruction) -> int | None:
-    """The operations that the program declares for a Pallas kernel; None if it declares none."""
-    return declared_flops(one.op_name) if _target(one) == "tpu_custom_call" else None
+    known = not target or _GEMM.search(target) or target in _CUDNN_PRODUCTS
+    return bool(known) or (target == "tpu_custom_call" and declared_flops(one.op_name) is not None)
 
 
 def _flops(program: Program, one: Instruction) -> int:
     inputs = program.computation(one.computation)
-    if one.opcode == "dot" or (one.opcode == "custom-call" and _GEMM.search(_target(one))):
+    target = _target(one)
+    if one.opcode == "dot" or _GEMM.search(target):
         # A GEMM call has the contracted dims in its backend config.
         match = re.search(r'lhs_contracting_dim(?:s|ensions)"?[=:][\[{]([\d,"]*)[\]}]', one.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [-1]
         left = inputs[one.operands[0]].arrays[0]
         return 2 * one.arrays[0].size * math.prod(left.shape[dim] for dim in dims)
-    if one.opcode == "custom-call" and _target(one) in _CUDNN_PRODUCTS:
+    if target in _CUDNN_PRODUCTS:
         return _attention_flops(one, inputs[one.operands[0]].arrays[0])
-    if one.opcode == "custom-call":
-        return _declared(one) or 0
+    if target == "tpu_custom_call":
+        return declared_flops(one.op_name) or 0
     if one.opcode == "convolution":
         return 2 * _convolution_terms(one, *(inputs[name].arrays[0] for name in one.operands[:2]))
     return 0
@@ -109,5 +105,6 @@ def _convolution_terms(one: Instruction, image: ArrayType, kernel: ArrayType) ->
 
 
 def _target(one: Instruction) -> str:
-    match = _TARGET.search(one.rest)
+    """What a custom call calls; empty for another instruction."""
+    match = _TARGET.search(one.rest) if one.opcode == "custom-call" else None
     return match[1] if match else ""

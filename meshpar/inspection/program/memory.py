@@ -46,10 +46,12 @@ class Memory:
         """The peak; if it is unknown, the sum of all kinds, which is an upper bound."""
         return self.peak or sum(self.arguments.values()) + self.outputs + self.temporaries
 
-    def split_arguments(self) -> tuple[dict[str, int], int]:
-        """The arguments of at least 0.1% of the total, and the sum of the smaller ones."""
-        large = {name: size for name, size in self.arguments.items() if size >= self.total / 1000}
-        return large, sum(self.arguments.values()) - sum(large.values())
+    def kinds(self) -> dict[str, int]:
+        """The bytes of each kind that there is. Arguments below 0.1% of the total are one kind."""
+        found = {name: size for name, size in self.arguments.items() if size >= self.total / 1000}
+        others = sum(self.arguments.values()) - sum(found.values())
+        found |= {"other arguments": others, "outputs": self.outputs, "temporaries": self.temporaries}
+        return {name: size for name, size in found.items() if size}
 
 
 @dataclass(frozen=True)

@@ -98,16 +98,16 @@ class _Part(NamedTuple):
 
 def _memory(report: PlainInspection) -> dict[str, Any]:
     """The kinds of memory, with the bytes before each, and the marks on their bar."""
-    large, small = report.memory.split_arguments()
-    kinds = [(name, size, f"m{i % 6}") for i, (name, size) in enumerate(large.items())]
-    kinds += [("other arguments", small, "rest"), ("outputs", report.memory.outputs, "outputs")]
-    kinds += [("temporaries", report.memory.temporaries, "temporaries")]
-    kinds = [kind for kind in kinds if kind[1]]
-    starts = list(accumulate((size for _, size, _ in kinds), initial=0))
+    kinds = report.memory.kinds()
+    colours = {"other arguments": "rest", "outputs": "outputs", "temporaries": "temporaries"}
+    starts = list(accumulate(kinds.values(), initial=0))
     marks = {"the peak": report.memory.peak, "the chip's memory": report.chip_bytes}
     named = [f"{name}, {human_bytes(num_bytes)}" for name, num_bytes in marks.items() if num_bytes]
     return {
-        "parts": [_Part(*kind, start) for kind, start in zip(kinds, starts, strict=False)],
+        "parts": [
+            _Part(name, size, colours.get(name, f"m{i % 6}"), start)
+            for i, ((name, size), start) in enumerate(zip(kinds.items(), starts, strict=False))
+        ],
         "num_bytes": starts[-1],
         "capacity": max(starts[-1], report.memory.total, report.chip_bytes or 0),
         "marks": [num_bytes for num_bytes in marks.values() if num_bytes],

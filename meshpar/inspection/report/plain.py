@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 import pydantic
 
-from meshpar.errors import Problem, ProgramError
+from meshpar.errors import Problems, ProgramError
 from meshpar.inspection.program.memory import Count, Held, Memory
 
 Bytes = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Times = Annotated[Bytes, pydantic.AfterValidator(lambda times: int(times) if times.is_integer() else times)]
 """A number of executions: a fraction if only some devices take a branch."""
-_MAX_PROBLEMS = 8
 
 
 class _Plain(pydantic.BaseModel):
@@ -91,10 +90,8 @@ def read(path: Path) -> PlainInspection:
     except OSError as error:
         raise ProgramError(f"{path} cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as invalid:
-        errors = invalid.errors(include_url=False)
-        lines = [f"{path} was not written by `meshpar inspect --json`:"]
-        for one in errors[:_MAX_PROBLEMS]:
-            lines.append(str(Problem(".".join(map(str, one["loc"])) or "the file", one["msg"])))
-        if len(errors) > _MAX_PROBLEMS:
-            lines.append(f"  ... and {len(errors) - _MAX_PROBLEMS} more")
-        raise ProgramError("\n".join(lines)) from None
+        problems = Problems()
+        for one in invalid.errors(include_url=False):
+            problems.add(".".join(map(str, one["loc"])) or "the file", one["msg"])
+        problems.raise_any(ProgramError, f"{path} was not written by `meshpar inspect --json`:")
+        raise

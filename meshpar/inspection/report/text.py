@@ -22,7 +22,7 @@ def text(report: PlainInspection) -> str:
     parts += [f"matrix products: {report.flops:,} FLOPs", _memory(report)]
     if states := report.model_states:
         total = human_bytes(sum(states.values()))
-        parts.append(f"model states, in closed form, {total}\n{_sizes(list(states.items()))}")
+        parts.append(f"model states, in closed form, {total}\n{_sizes(states)}")
     if report.selected:
         parts.append("\n".join(selected_lines(report.selected)))
     for title, is_argument in (("largest arguments", True), ("largest temporaries", False)):
@@ -55,25 +55,22 @@ def _collectives(report: PlainInspection) -> str:
 
 
 def _bytes_per_axis(report: PlainInspection) -> str:
-    sent = report.sent_bytes_per_axis
-    traced = report.traced_bytes_per_axis
-    if not traced:
-        return table(["over", "bytes"], [[axes, f"{num_bytes:,}"] for axes, num_bytes in sent.items()])
-    rows = [[axes, f"{sent.get(axes, 0):,}", f"{traced.get(axes, 0):,}"] for axes in dict.fromkeys([*sent, *traced])]
-    return table(["over", "bytes", "as traced"], rows)
+    columns = {"bytes": report.sent_bytes_per_axis}
+    if report.traced_bytes_per_axis:
+        columns["as traced"] = report.traced_bytes_per_axis
+    every = dict.fromkeys(axes for column in columns.values() for axes in column)
+    rows = [[axes, *(f"{column.get(axes, 0):,}" for column in columns.values())] for axes in every]
+    return table(["over", *columns], rows)
 
 
 def _memory(report: PlainInspection) -> str:
     memory = report.memory
-    large, small = memory.split_arguments()
-    sizes = [*large.items(), ("other arguments", small)]
-    sizes += [("outputs", memory.outputs), ("temporaries", memory.temporaries)]
-    held = f"holds {human_bytes(memory.total)}{' at its peak' if memory.peak else ' at most'}\n{_sizes(sizes)}"
+    held = f"holds {human_bytes(memory.total)}{' at its peak' if memory.peak else ' at most'}\n{_sizes(memory.kinds())}"
     return f"{held}\n\nholds {human_bytes(memory.host)} of temporaries in the host's memory" if memory.host else held
 
 
-def _sizes(sizes: list[tuple[str, int]]) -> str:
-    return table(None, [[name, human_bytes(size)] for name, size in sizes if size])
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return table(None, [[name, human_bytes(size)] for name, size in sizes.items() if size])
 
 
 def _findings(findings: tuple[PlainFinding, ...]) -> str:
