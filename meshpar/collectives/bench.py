@@ -82,7 +82,7 @@ class Bench:
         return f"{self.num_devices} x {self.device}; a link: {link}, {source}"
 
     def __str__(self) -> str:
-        rows = [("operation", "algorithm", "bytes", "measured", "modelled")]
+        rows: list[tuple[str, ...]] = [("operation", "algorithm", "bytes", "measured", "modelled")]
         for t in self.timings:
             times = ("" if s is None else f"{s * 1e6:.0f} us" for s in (t.measured_s, t.modelled_s))
             rows.append((t.operation, t.algorithm, human_bytes(t.num_bytes), *times))
