@@ -6,7 +6,7 @@ PYTHONPATH=. python -m tests.docs.matrix
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tests.docs.page import ROOT
@@ -33,7 +33,7 @@ def mark(case: Any) -> str:
 
 
 def crossed(
-    rows: Iterable[str], columns: Iterable[str], marks: dict[tuple[str, str], str], which: str, signs: str = "●✗"
+    rows: Collection[str], columns: Collection[str], marks: Mapping[Any, str], which: str, signs: str = "●✗"
 ) -> str:
     """A list: which rows, all columns, and the cases with a mark other than that of most."""
     lines = [which, f"○ each in {named(columns)}"]
