@@ -160,7 +160,7 @@ def keys_page(root: type[Config], about: str, elsewhere: dict[type[Config], str]
         for section in inside:
             lines += [f"{'###' if group else '##'} {section.title}\n", _about(section, found), ""]
             if section.keys:
-                lines += ["| key | what it sets | type | default | example |", "|---|---|---|---|---|"]
+                lines += ["| key | meaning | type | default | example |", "|---|---|---|---|---|"]
                 lines += [_row(section, key, about, links) for key, about in section.keys.items()]
                 lines.append("")
     return "\n".join(lines)
@@ -169,8 +169,8 @@ def keys_page(root: type[Config], about: str, elsewhere: dict[type[Config], str]
 def _row(section: Section, key: str, about: dict[str, Any], links: dict[str, str]) -> str:
     field = section.model.model_fields[key]
     default = "*required*" if field.is_required() else _default(about, field)
-    meaning = _line(about.get("description", ""))
-    cells = [f"`{key}`", meaning, _type(about, links), default, f"`{section.example(key)}`"]
+    kind = _type(about, links).removesuffix(" or null") if default == "`null`" else _type(about, links)
+    cells = [f"`{key}`", _line(about.get("description", "")), kind, default, f"`{section.example(key)}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -21,7 +21,8 @@ def run_page() -> str:
 This page lists every key of a config file of `meshpar train`, with an example for the command line.
 [Configs](index.md#configs) says how files and command lines are read. The classes are those of Python:
 `meshpar.AdamW(lr=1e-3)` is `optim: {kind: adamw, lr: 1e-3}`. A kind alone has the defaults of its keys: `optim: lion`.
-Required keys must be set, unless `extends` names a file that sets them. Paths are relative to the working directory.
+A key whose default is `null` accepts null too. Required keys must be set, unless `extends` names a file that sets them.
+Paths are relative to the working directory.
 """
     return keys_page(Run, about)
 
