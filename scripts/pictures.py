@@ -3,7 +3,7 @@
     python scripts/pictures.py    # draws; `make pictures` computes the table first
 
 `layouts`: the table of `docs/guides/which-layout.md` as bars. `tree`: its questions and answers.
-`releases`: the figures of `docs/benchmarks.json` as bars.
+`releases`: the figures of `docs/benchmarks.json` as bars. `ring`: the all-reduce of `docs/learn/03-collectives.md`.
 Also the schedules of pipelines in `docs/concepts/pipelines.md`.
 """
 
@@ -16,6 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import animation
+from meshpar import collectives
 from meshpar.parallel.pipeline import gantt
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.simulate import OpTimes, simulate
@@ -172,6 +174,12 @@ def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
     return gantt.svg(timeline, f"{name}: {stages} stages, {microbatches} microbatches")
 
 
+def ring(mode: str) -> str:
+    """A ring all-reduce of four devices, animated."""
+    drawn = animation.animated(collectives.plan("all_reduce", "ring", 4), MODES[mode][1])
+    return document(animation.WIDTH, animation.HEIGHT, drawn, mode)
+
+
 def text(
     x: float, y: float, words: str, ink: str, size: int = 12, weight: str = "normal", family: str = "sans-serif"
 ) -> str:
@@ -209,6 +217,7 @@ def pictures() -> dict[Path, str]:
     schedules = {DOCS / "concepts" / f"pipeline-{name}.svg": schedule(name) for name in ("1f1b", "zb_h1", "zbv")}
     measured = json.loads((DOCS / "benchmarks.json").read_text())
     drawn = schedules | {folder / f"layouts-{mode}.svg": layouts(table, mode) for mode in MODES}
+    drawn |= {folder / f"ring-{mode}.svg": ring(mode) for mode in MODES}
     drawn |= {folder / f"releases-{mode}.svg": releases(measured, mode) for mode in MODES}
     return drawn | {folder / f"tree-{mode}.svg": tree(mode) for mode in MODES}
 

@@ -34,23 +34,23 @@ class Retention(Config):
     shorthand: ClassVar[str | None] = "every"
 
     every: Positive | None = None
-    """Steps between checkpoints; by default they are written only by time, and at the end of the run."""
+    """Steps between checkpoints. Default: only by time, and at the end."""
     every_minutes: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 15.0
     """Minutes between checkpoints; null for no checkpoints by time."""
     memory_every: Positive | None = None
-    """Steps between copies in the memory of the hosts, from which a run resumes after a process or one host is lost."""
+    """Steps between copies in the memory of the hosts, from which a run resumes after a process or a host is lost."""
     keep: Positive = 2
     """How many of the latest checkpoints to keep."""
     keep_best: Count = 0
     """How many of the best checkpoints by `metric` to keep in addition."""
     metric: str = "loss"
-    """The metric by which checkpoints are ranked, from the evaluation at the same step."""
+    """The metric by which checkpoints are ranked."""
     best: Literal["lowest", "highest"] = "lowest"
-    """Whether the lowest or the highest value of the metric is the best. Of `accuracy`, `top_5`, `f1`, `auc`, `r2` and
-    `recall_at_1` the highest is by default."""
+    """Which value of the metric is the best. Default: the highest of `accuracy`, `top_5`, `f1`, `auc`, `r2` and
+    `recall_at_1`, else the lowest."""
     mirror: str | None = None
-    """An address such as `s3://bucket/run`, to which the directory of the run is copied after each checkpoint and at
-    the end. A run whose directory has no checkpoint goes on from there. `s3://` needs s3fs, `gs://` gcsfs."""
+    """An address such as `s3://bucket/run`, to which the directory is copied after each checkpoint, and from which an
+    empty directory goes on. Needs s3fs or gcsfs."""
 
     _best = pydantic.model_validator(mode="before")(with_best)
 

@@ -35,7 +35,7 @@ class Compression(Config):
     shorthand: ClassVar = "kind"
 
     error_feedback: bool = False
-    """Add the rounding error of one step to the gradient of the next."""
+    """Whether the rounding error of a step is added to the next gradient."""
 
     def state(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of the float32 arrays of the state, by name, for sums of arrays of `shape`."""

@@ -46,13 +46,13 @@ class Reduce(Config):
     """
 
     within: Coerced[Within, str | dict[str, Any]] = default(Exact())
-    """Format in which gradients are reduce-scattered: exact, bf16, int8, fp8."""
+    """Format in which gradients are reduce-scattered."""
     across: Coerced[Across, str | dict[str, Any]] = default(Exact())
-    """Format in which gradients are all-reduced: exact, bf16, int8, fp8, onebit, powersgd."""
+    """Format in which gradients are all-reduced."""
     algorithm: Choice = "auto"
-    """Algorithm of the collectives; `auto` selects the fastest one on the links of these devices."""
+    """Algorithm of the collectives; `auto` selects the fastest on these links."""
     bucket_bytes: str | int = "64MiB"
-    """Size of the buckets into which gradients are fused, in the order in which the backward pass computes them."""
+    """Size of the buckets into which gradients are fused, in the order of the backward."""
 
     @pydantic.field_validator("bucket_bytes")
     @classmethod

@@ -32,7 +32,7 @@ class ArrayRecord(AtPath, TextCorpus):
     kind: Literal["array_record"] = "array_record"
     glob: str = GLOB
     feature: str | None = "text"
-    """The feature of `tf.train.Example` that contains the document; null if the record itself is the text."""
+    """The feature of `tf.train.Example` that contains the document; null if the record is the text."""
 
     def units(self, path: Path) -> int:
         try:

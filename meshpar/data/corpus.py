@@ -42,13 +42,13 @@ class Batching(Config):
     seq_len: Positive = 256
     """Tokens per row."""
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """About this fraction of the documents is held out for evaluation, by a checksum of their names or contents."""
+    """About this fraction of the documents is held out for evaluation, by a checksum."""
     held_out_rows: Positive | None = None
-    """At most this many of the held-out rows are evaluated, the first; of a mixture, of each part. Default: all."""
+    """How many of the first held-out rows are evaluated; of a mixture, of each part. Default: all."""
     documents_in_row: Literal["separate", "joined"] = "separate"
-    """Whether a token attends only to its own document, or to all earlier tokens of its row."""
+    """Whether a token attends to its own document only, or to all earlier tokens of its row."""
     if_changed: Literal["refuse", "allow"] = "refuse"
-    """Whether a run may resume from a checkpoint if the data files have changed since."""
+    """Whether a run may resume if the data files have changed."""
 
     @property
     @abstractmethod
@@ -192,9 +192,9 @@ class AtPath(Config):
     """Files at a path of the user's choice."""
 
     path: DataPath
-    """A file or folder, relative to the working directory; or an address such as `s3://bucket/texts`."""
+    """A file, a folder, or an address such as `s3://bucket/texts`."""
     glob: str
-    """The pattern of the files below the folder; refused if `path` is a file."""
+    """The pattern of the files below a folder."""
 
     @property
     def root(self) -> Path:
@@ -210,8 +210,7 @@ class TextCorpus(FileCorpus):
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]] = default(Bytes())
     """`path/to/tokenizer.json`, in the format of the tokenizers library. Default: bytes."""
     cache: Coerced[str | None, Path] = default(None)
-    """A local folder that stores the token ids, which later starts map into memory, relative to the working directory.
-    Default: each start encodes again."""
+    """A local folder for the token ids, which later starts map into memory. Default: each start encodes again."""
 
     @abstractmethod
     def read(self, part: FileRange) -> Iterator[Content]:
@@ -266,9 +265,9 @@ class Text(WholeFiles):
 
     kind: Literal["text"] = "text"
     path: DataPath
-    """The folder, relative to the working directory; or an address such as `s3://bucket/texts`."""
+    """The folder, or an address such as `s3://bucket/texts`."""
     glob: str = "**/*.txt"
-    """The pattern of the files below `path`; `**` matches any number of folders."""
+    """The pattern of the files below `path`; `**` matches any folders."""
 
     @property
     def root(self) -> Path:
@@ -338,13 +337,13 @@ class Synthetic(DocumentCorpus):
 
     kind: Literal["synthetic"] = "synthetic"
     vocab_size: Positive = Field(default=64, ge=3)
-    """The number of symbols, plus one for the token that opens a document."""
+    """The number of symbols, and one id that opens a document."""
     num_documents: Positive = 512
     """The number of documents, held-out ones included."""
     document_len: Positive = 500
     """Symbols per document."""
     noise: float = Field(default=0.1, ge=0, le=1)
-    """The fraction of symbols that are drawn uniformly instead of by the rule."""
+    """The fraction of symbols that are drawn uniformly."""
 
     @property
     def tokenizer(self) -> Tokenizer:

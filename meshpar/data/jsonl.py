@@ -23,7 +23,7 @@ _BLOCK = 2**20
 
 
 class Jsonl(AtPath, TextCorpus):
-    """Files with one JSON object per line. A field of the object is the document: text, or a list of token ids.
+    """Files with a JSON object per line, of which a field is the document: text, or a list of token ids.
 
     >>> Jsonl(path="corpus", field="body").glob
     '**/*.jsonl'

@@ -29,8 +29,7 @@ class MixtureComponent(Config):
     """A corpus in a mixture."""
 
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """The number of rows of this part, relative to the weights of the other parts. Required without a schedule of
-    `weights`, and refused with one."""
+    """The number of its rows, relative to the other parts. Refused with a schedule of `weights`, required without."""
     data: Section[Annotated[AnyCorpus, Field(discriminator="kind")]]
     """The corpus. It has the mixture's `batch_size` and `seq_len`."""
 
@@ -50,8 +49,7 @@ class Mixture(Batching):
     parts: Coerced[tuple[MixtureComponent, ...], Sequence[MixtureComponent | dict[str, Any]]]
     """The corpora and their weights."""
     weights: Coerced[WeightSchedule | None, dict[str, Any]] = default(None)
-    """How the weights change over the steps: `{kind: linear, first: [1, 0], last: [1, 3], num_steps: 1000}`. Default:
-    they are those of the parts."""
+    """How the weights change over the steps. Default: they are those of the parts."""
 
     @property
     def sources(self) -> list[tuple[int, Corpus]]:

@@ -40,7 +40,7 @@ class Numpy(AtPath, FileCorpus):
     kind: Literal["numpy"] = "numpy"
     glob: str = "**/*.np[yz]"
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
-    """The tokenizer of the ids: `path/to/tokenizer.json`, or `{kind: ids, vocab_size: 50257, bos: 50256}`."""
+    """The tokenizer of the ids."""
 
     def documents(self) -> Documents:
         problems = Problems()

@@ -31,7 +31,7 @@ class WebDataset(AtPath, TextCorpus):
     kind: Literal["webdataset"] = "webdataset"
     glob: str = GLOB
     suffix: str = "txt"
-    """The suffix of the members that are documents: what follows the first dot of their names."""
+    """The suffix of the members that are documents: what follows the first dot."""
 
     def read(self, part: FileRange) -> Iterator[Content]:
         problems = Problems()

@@ -116,11 +116,11 @@ class TokenizerFile(Config):
     path: PathText
     """The local file, relative to the working directory."""
     bos_token: str | None = None
-    """The token that opens a document. Default: that of `tokenizer_config.json`, `special_tokens_map.json` or
-    `config.json` in the file's folder; or else `<s>` or another customary token of the file; or else one more id."""
+    """The token that opens a document. Default: that of the files in its folder; else `<s>` or another customary token;
+    else one more id."""
     eos_token: str | None = None
-    """The token that closes a document. Default: an end id of the model in the file's folder, the one that
-    `tokenizer_config.json` names if there are several; or else `</s>` or another customary token of the file."""
+    """The token that closes a document. Default: an end id of the model in its folder; else `</s>` or another customary
+    token."""
 
     @property
     def vocab_size(self) -> int:

@@ -64,20 +64,17 @@ class Precision(Config):
     compute: Float = "float32"
     """Dtype in which the model computes and parameters are gathered."""
     matmul: Format | None = None
-    """8-bit format in which layers multiply by their weights: `fp8` (e4m3, gradients e5m2) or `int8`.
-
-    Every row and column has its own scale, computed in each step. Embedding, head, norms, attention scores and routed
-    experts are computed in `compute`. Needs the package Qwix: `pip install 'meshpar[quantized]'`. Default: `compute`.
-    """
+    """8-bit format in which layers multiply by their weights: `fp8` (e4m3, gradients e5m2) or `int8`, with a scale for
+    each row and column. Needs `meshpar[quantized]`. Default: `compute`."""
     cache: CacheFormat | None = None
-    """Format of the keys and values that `generate` and `serve` store: `int8`, with a scale for each token and head.
-    Default: `compute`."""
+    """Format of the keys and values that `generate` and `serve` store, with a scale for each token and head. Default:
+    `compute`."""
     gradients: Float | None = None
-    """Dtype in which gradients are summed over microbatches and devices. Default: float32 at least."""
+    """Dtype in which gradients are summed. Default: float32 at least."""
     master: Float | None = None
-    """Dtype of the optimizer's own copy of the parameters, wider than the stored ones. Default: no copy."""
+    """Dtype of the optimizer's own copy of the parameters. Default: no copy."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How updated bfloat16 parameters are rounded. `stochastic` needs no master copy; seed and step determine it."""
+    """How updated bfloat16 parameters are rounded. `stochastic` needs no master copy."""
 
     @pydantic.model_validator(mode="after")
     def _rounds_bfloat16(self) -> Precision:
@@ -100,30 +97,28 @@ class Offload(Config):
     """Selects the state that is stored in the host's memory. Activations are selected by `model.remat.offload`."""
 
     optimizer: Literal["device", "host"] = "device"
-    """Memory of the optimizer's state between steps. A step moves it to the device for the update, and back."""
+    """Memory of the optimizer's state between steps."""
 
 
 class Init(Config):
     """The source of the initial parameters: a checkpoint or a Hugging Face folder. Others are initialized at random."""
 
     from_checkpoint: RunPath = default(None)
-    """A checkpoint; or a run directory, whose last checkpoint is used. Relative to the working directory; or an address
-    such as `s3://bucket/run`, from which it is copied."""
+    """A checkpoint, or a run directory, whose last one is used; or an address such as `s3://bucket/run`."""
     include: Strings = default(("params.**",))
     """Globs of the paths in the train state to restore."""
     exclude: Strings = default(())
-    """Globs of paths not to restore although `include` matches them, such as a new head: `params.head.**`."""
+    """Globs of paths not to restore although `include` matches them, such as a new head."""
     from_hf: Coerced[Path | None, str] = default(None)
-    """A local folder with `config.json` and safetensors files, as Hugging Face's libraries write it. Relative to the
-    working directory. It is read in place; nothing is downloaded."""
+    """A local folder with `config.json` and safetensors files, as Hugging Face's libraries write it."""
 
     adapter: Coerced[Path | None, str] = default(None)
-    """A local folder with an adapter of PEFT for the model in `from_hf`, which `lora` trains on. Its ranks, scales and
-    projections must be those of `lora`. Relative to the working directory."""
+    """A local folder with an adapter of PEFT for the model in `from_hf`, with the ranks, scales and projections of
+    `lora`, which trains on it."""
 
     upcycle: bool = False
-    """Copies the MLP of each block of the dense model in `from_hf` into each of its experts (Komatsuzaki et al. 2022,
-    arXiv:2212.05055). If `model.experts.normalize` is true, the first step computes what the dense model does."""
+    """Whether the MLP of each block of the dense model in `from_hf` is copied into each of its experts
+    (arXiv:2212.05055)."""
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Init:
@@ -142,9 +137,9 @@ class Run(Config):
     supplied: ClassVar = {"model": "init"}
 
     model: Section[Model]
-    """The model: one of meshpar's, or a Flax model of your own. Sizes that are missing are those of `init`."""
+    """One of meshpar's models, or a Flax model of your own. Sizes that are missing are those of `init`."""
     loss: Coerced[AnyLoss, str | dict[str, Any]] = default(LossConfig())
-    """The loss to minimize: of the next token, of preferences, by name, or your own as `package.module:name`."""
+    """The loss to minimize, by name, or your own as `package.module:name`."""
     data: Section[Data]
     """The training data, and how it is cut into batches."""
     optim: Section[Optimizer]
@@ -158,14 +153,14 @@ class Run(Config):
     prune: Section[Pruning | None] = default(None)
     """Sets weights to zero during the run, by a schedule. Default: none."""
     mesh: Section[MeshLayout] = default(MeshLayout())
-    """The size of each axis of the device mesh; one axis may be -1."""
+    """The size of each mesh axis; one may be -1."""
     rules: Rules = default(AxisRules(preset="replicated"))
     """The axes that shard each dim: presets, and rules of your own."""
     lowering: Literal["manual", "auto"] = "manual"
-    """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses the communication."""
+    """`manual`: one shard_map with meshpar's own communication. `auto`: GSPMD, where XLA chooses it."""
     strict: bool = False
-    """Whether an imported model may move only the activations that a rule or a constraint of the model declares. What
-    it moves besides is an error then; `meshpar explain --activations` lists it."""
+    """Whether it is an error that an imported model moves activations that no rule or constraint declares. `meshpar
+    explain --activations` lists them."""
     parallel: Section[Parallel] = default(Parallel())
     """Strategies of the manual lowering: overlaps, a pipeline, the reduction of gradients."""
     precision: Section[Precision] = default(Precision())
@@ -175,14 +170,13 @@ class Run(Config):
     num_steps: Positive
     """The number of steps of the whole run, also after a resume."""
     num_microbatches: Positive = 1
-    """Equal parts of a batch that are computed one after another; gradients are reduced once."""
+    """Equal parts of a batch that are computed one after another."""
     contract: Section[Contract | None] = default(None)
-    """Limits on the communication and memory of the compiled step; a step that exceeds them is refused."""
+    """Limits on the compiled step; a step that exceeds them is refused."""
     seed: Seed = 0
     """Determines the initial parameters, dropout and the order of the data."""
     run_dir: FilePath
-    """Local directory for metrics and checkpoints, relative to the working directory. A run resumes from the last
-    checkpoint in it."""
+    """Local directory for metrics and checkpoints. A run resumes from the last checkpoint in it."""
     log_every: Positive = 10
     """Steps between records of the training loss."""
     eval_every: Positive | None = None
@@ -190,19 +184,20 @@ class Run(Config):
     init: Section[Init | None] = default(None)
     """Source of the initial parameters; default: they are initialized at random."""
     elastic: Section[Elastic | None] = default(None)
-    """How the run continues with fewer processes; default: it needs all of them."""
+    """How the run continues with fewer processes; by default it needs all."""
     checkpoints: Coerced[Retention, int | dict[str, Any]] = default(Retention())
     """How often checkpoints are saved, and which are retained."""
     early_stopping: Section[EarlyStopping | None] = default(None)
     """When to end before `num_steps`."""
     max_skipped_steps: Positive | None = 10
-    """A step whose loss or gradients are not finite is skipped. This many in a row end the run; null for no limit."""
+    """Steps in a row that are skipped because loss or gradients are not finite, after which the run ends; null for no
+    limit."""
     check_replicas_every: Positive | None = 100
-    """Steps between comparisons of replicated state on all its devices, which find silent corruption; null for none."""
+    """Steps between comparisons of replicated state, which find silent corruption; null for none."""
     loggers: Coerced[tuple[Logger, ...], Sequence[Logger | str | dict[str, Any]]] = default((TensorBoard(),))
     """Loggers that receive the records besides `run_dir/metrics.jsonl`: tensorboard, wandb, mlflow, prometheus."""
     callbacks: Coerced[tuple[ImportedCallback, ...], Sequence[ImportedCallback | str | dict[str, Any]]] = default(())
-    """Objects whose methods are called at the events of the training: `callbacks: [my_module:Callback]`."""
+    """Objects whose methods are called at events of the training."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -54,7 +54,7 @@ class Federated(Config):
     seed: Seed = 0
     """Determines the first parameters, cohorts, orders of examples and noise."""
     run_dir: FilePath
-    """Local directory for records and the last parameters, relative to the working directory."""
+    """Local directory for records and the last parameters."""
     eval_every: Positive = 10
     """Rounds between evaluations on held-out examples."""
 

@@ -84,7 +84,7 @@ class Clusters(Source):
     num_classes: Positive = 10
     """The number of classes, each with a centre of its own."""
     spread: NonNegative = 1.0
-    """Standard deviation of the examples around a centre; the standard deviation of the centres is 1."""
+    """Standard deviation of the examples around a centre; that of the centres is 1."""
 
     def examples(self) -> Examples:
         rng = np.random.default_rng(self.seed)
@@ -116,7 +116,7 @@ class Dirichlet(Config):
 
     kind: Literal["dirichlet"] = "dirichlet"
     alpha: Annotated[float, pydantic.Field(gt=0)] = 0.5
-    """Concentration: if it is small, most clients have few classes; if it is large, all have the same proportions."""
+    """Concentration: small for few classes a client, large for equal proportions."""
 
     def mixes(self, prior: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
         return rng.dirichlet(self.alpha * prior * len(prior), num)
@@ -131,7 +131,7 @@ class Clients(Config):
     split: Section[Annotated[Same | Dirichlet, pydantic.Field(discriminator="kind")]] = default(Same())
     """`iid`, or `{kind: dirichlet, alpha: 0.3}`."""
     size_spread: NonNegative = 0.0
-    """Standard deviation of the logarithm of a client's number of examples; 0 for equal numbers."""
+    """Standard deviation of the logarithm of a client's number of examples."""
     seed: Seed = 0
     """Determines which examples a client has."""
 

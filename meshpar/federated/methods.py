@@ -109,7 +109,7 @@ class FedAdam(Method):
     b2: Beta = 0.99
     """Decay of the mean of the squared updates."""
     tau: Positive = 1e-3
-    """Added to the root of the mean squared update, which divides the step."""
+    """Added to the root of the mean squared update."""
 
     def init_server(self, params):
         mean = jax.tree.map(jnp.zeros_like, params)

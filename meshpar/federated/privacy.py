@@ -27,7 +27,7 @@ class Privacy(Config):
     noise_multiplier: Annotated[float, pydantic.Field(ge=0)]
     """Standard deviation of the noise of the sum, as a multiple of `clip_norm`."""
     delta: Annotated[float, pydantic.Field(gt=0, lt=1)] = 1e-5
-    """The delta for which epsilon is reported. It should be smaller than 1 over the number of clients."""
+    """The delta for which epsilon is reported; it should be below 1 over the number of clients."""
 
     def clip(self, update: Any) -> tuple[Any, jax.Array]:
         """The update, scaled to a norm of at most `clip_norm`; and whether its norm was larger."""

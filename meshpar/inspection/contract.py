@@ -64,9 +64,8 @@ class Contract(Config):
     collective_permute: Limit = default(None)
     """Limits on permutes."""
     bytes_per_axis: dict[str, str | int] = pydantic.Field(default_factory=dict)
-    """`tensor` or `fsdp, tensor` -> bytes a device may send over these axes: 1000, 40MiB, traced, traced * 1.01.
-
-    `traced` stands for the bytes that the traced step sends."""
+    """`tensor` or `fsdp, tensor` -> bytes that a device may send over these axes: 1000, 40MiB, or traced * 1.01, times
+    those of the traced step."""
     peak_bytes: str | int | None = None
     """The maximum number of bytes on a device, such as 80MiB."""
 

@@ -64,13 +64,13 @@ class EncoderModel(FamilyModel):
 
     kind: Literal["encoder"] = "encoder"  # pyright: ignore[reportIncompatibleVariableOverride]
     head: HeadKey | None = None
-    """What is computed of the hidden states: `masked_tokens`, the logits of tokens; `classify`, those of classes; or
-    `pairs`, the vectors of two texts. Default: `classify` with `num_labels`, else that of `architectures`."""
+    """`masked_tokens`: logits of tokens; `classify`: of classes; `pairs`: vectors of two texts. Default: `classify`
+    with `num_labels`, else that of `architectures`."""
     num_labels: int | None = Field(default=None, gt=0, le=MOST_CLASSES)
-    """The number of classes of the head `classify`. Default: that of `config`, or 2."""
+    """Classes of the head `classify`. Default: that of `config`, or 2."""
     pooling: Literal["cls", "mean", "max"] | None = None
-    """The vector of a text, for `pairs`: that of its first token, or the mean or largest of its tokens. Default:
-    `mean`; in `serve` what the folder declares."""
+    """The vector of a text, for `pairs`: of its first token, or the mean or largest of its tokens. Default: `mean`; in
+    `serve` what the folder declares."""
 
     called_with: ClassVar = ("tokens", "mask", "types")
 

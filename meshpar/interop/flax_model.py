@@ -47,24 +47,23 @@ class Import(ModelContract):
 
     kind: Literal["import"] = "import"
     target: Target
-    """`package.module:name` of a function that returns a Linen module; or of the class of an NNX module or a function
-    that returns one, which are called with `rngs`."""
+    """`package.module:name` of a function that returns a Linen module; or of an NNX class or a function that returns an
+    NNX module, called with `rngs`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that function."""
     dims: dict[str, tuple[str, ...]] | Literal["infer"] = Field(default_factory=dict)
-    """Path glob -> a name for each dim of the parameters that it matches. Overrides the model's declarations. Or
-    `infer`: parameters for which the model declares no names get those of their use in the loss, see `infer_dims`."""
+    """Path glob -> a name for each dim of these parameters, instead of the model's declarations. Or `infer`: names that
+    are missing are inferred from the loss."""
     activation_dims: Strings = default(())
     """Names of dims that only activations have. Rules may use them."""
     axes: dict[str, str] = Field(default_factory=dict)
-    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`, for a model that names axes instead of dims."""
+    """The model's own name of a mesh axis -> meshpar's, `{tp: tensor}`."""
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Parameter of the model's call -> the array of a batch that a loss by name passes to it, `{x: image}`. Default:
-    the arrays with the names of its parameters; or the only array besides the labels, if the call has one parameter."""
+    """Parameter of the model's call -> array of the batch, `{x: image}`, for a loss by name. Default: by equal names,
+    or the only array besides the labels."""
     manual: bool = False
-    """Whether the model and its loss are written for local shards. In `lowering: manual` they get a device's rows then.
-    Parameters sharded over axes of the batch are gathered first; parameters sharded over other axes are local shards,
-    and the model communicates over these axes itself. Other models are partitioned."""
+    """Whether model and loss are written for a device's rows and shards, and communicate over axes other than those of
+    the batch themselves. Others are partitioned."""
 
     called_with: ClassVar[tuple[str, ...]] = ("tokens",)
     """The arrays of a batch with which the loss of the next token calls the model."""

@@ -22,8 +22,8 @@ class ImportedCallback(Config):
     shorthand: ClassVar = "target"
 
     target: Target
-    """`package.module:name` of a class with methods of events, such as `on_step_end(state, step, metrics)`; or of a
-    function (state, step) -> {name: number}, whose numbers are recorded with each evaluation."""
+    """`package.module:name` of a class with methods such as `on_step_end(state, step, metrics)`; or of a function
+    (state, step) -> {name: number}, recorded with each evaluation."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or of the function."""
 

@@ -25,17 +25,14 @@ class ImportedData(RowData):
 
     kind: Literal["import"] = "import"
     target: Target
-    """`package.module:name` of a function that returns rows: a Grain `MapDataset` or `IterDataset`, a Hugging Face data
-    set, a mapping of arrays, any object with `__len__` and `__getitem__`, or an iterator. A row is a mapping of names
-    to arrays or numbers."""
+    """`package.module:name` of a function that returns rows: a Grain data set, a Hugging Face data set, a mapping of
+    arrays, an object with `__len__` and `__getitem__`, or an iterator."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that function."""
     held_out: dict[str, Any] | None = None
-    """Arguments with which the function returns the rows of evaluations, in addition to `arguments`: `{split: test}`.
-    Default: `held_out_fraction` of the rows."""
+    """Arguments for the rows of evaluations, in addition to `arguments`. Default: `held_out_fraction` of the rows."""
     transform: Target | None = None
-    """`package.module:name` of a function (row, rng) -> row that changes each row of the training, where it is read.
-    The random numbers of `rng` follow from the seed, the epoch and the row."""
+    """`package.module:name` of a function (row, rng) -> row that changes each training row as it is read."""
 
     @model_validator(mode="after")
     def _hold_out_once(self) -> Self:

@@ -21,11 +21,11 @@ class Elastic(Config):
     """
 
     min_processes: Positive = 1
-    """The fewest processes with which the run continues; with fewer it waits until one returns."""
+    """The fewest processes with which the run continues; with fewer it waits."""
     mesh: Section[AxisSizes] = default(AxisSizes())
-    """Sizes of axes while processes are missing, such as `{fsdp: -1}`. The other axes keep their sizes."""
+    """Sizes of axes while processes are missing. The other axes keep their sizes."""
     return_s: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 300.0
-    """Seconds after which a lost process counts as returned. The run then saves a checkpoint, and restarts with it."""
+    """Seconds after which a lost process counts as returned; the run then restarts with it."""
 
     @property
     def overrides(self) -> list[str]:

@@ -34,20 +34,20 @@ class Llama(DecoderModel):
     learned_positions: ClassVar = False
 
     attn_bias: Bias = "none"
-    """Which attention projections have a bias: none, queries, keys and values (Qwen 2), or all four."""
+    """Which attention projections have a bias: none, queries, keys and values (Qwen 2), or all."""
     mlp_bias: bool = False
     """Whether the projections of the MLP have a bias."""
     qk_norm: QKNorm = False
-    """Which norm queries and keys have before rotary positions: `true` over each head (Qwen 3), `all_heads` over all
-    heads of a token (OLMoE)."""
+    """Which norm queries and keys have: `true` over each head (Qwen 3), `all_heads` over all heads of a token
+    (OLMoE)."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    """The fraction of each head, from its first element, that is rotated by rotary positions."""
+    """The fraction of each head, from its first element, that is rotated."""
     rope_scaling: Section[Scaling | None] = default(None)
     """How rotary frequencies are scaled for rows longer than in pretraining."""
     window: Positive | None = None
-    """How many tokens a query attends to, including its own (Mistral). Default: all up to its own."""
+    """How many tokens a query attends to, its own included (Mistral). Default: all up to its own."""
     global_layers: Coerced[tuple[Count, ...], list[int]] = default(())
-    """Indices of layers, from 0, that ignore `window`: their queries attend to all earlier tokens."""
+    """Indices of layers, from 0, that ignore `window`."""
 
     experts: Section[Experts | None] = default(None)
     """Experts in place of the MLPs. `intermediate_size` then applies to the layers without experts."""

@@ -59,13 +59,13 @@ class LoRA(Config):
     paths: Strings = default(("blocks.attn.*",))
     """Path globs of the projections that get an update: `blocks.attn.q`, `blocks.mlp.*`, `blocks.mlp.experts.*`."""
     rank_pattern: dict[str, Positive] = pydantic.Field(default_factory=dict)
-    """Path glob -> the rank of the projections that it matches. The first glob that matches counts, or else `rank`."""
+    """Path glob -> rank. The first that matches counts, else `rank`."""
     alpha_pattern: dict[str, Alpha] = pydantic.Field(default_factory=dict)
-    """Path glob -> the alpha of the projections that it matches, in the same way."""
+    """Path glob -> alpha, in the same way."""
     use_rslora: bool = False
-    """Whether updates are scaled by alpha / sqrt(rank), which keeps their size for large ranks (rank-stabilized)."""
+    """Whether updates are scaled by alpha / sqrt(rank) (rank-stabilized)."""
     use_dora: bool = False
-    """Whether the norm of each output's weights is trained too, apart from their direction (DoRA)."""
+    """Whether the norm of each output's weights is trained too (DoRA)."""
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())

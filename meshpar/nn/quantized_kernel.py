@@ -41,8 +41,7 @@ largest magnitude, and exactly zero."""
 
 
 class Quantized(Config):
-    """Stores the kernels of projections as codes. `meshpar compress` quantizes those of a trained model; a run that
-    starts from a Hugging Face folder quantizes what it reads, so that LoRA trains on codes (QLoRA).
+    """Stores the kernels of projections as codes: of a trained model, or of a Hugging Face folder for QLoRA.
 
     Memory: 1 byte (int8) or half a byte (int4, nf4) for each weight. And a scale for each group: of the kernel's dtype;
       or with `double` 1 byte, and two numbers of the kernel's dtype for each output.
@@ -50,11 +49,11 @@ class Quantized(Config):
 
     shorthand: ClassVar = "kind"
     kind: Literal["int8", "int4", "nf4"] = "int8"
-    """The codes: integers of 8 bits; of 4 bits, two in a byte; or 4-bit NormalFloat, the 16 quantiles of QLoRA."""
+    """The codes: integers of 8 or 4 bits, or 4-bit NormalFloat, the 16 quantiles of QLoRA."""
     group: Positive = 64
-    """How many consecutive inputs of an output share a scale. A dim with fewer inputs is one group."""
+    """How many consecutive inputs of an output share a scale."""
     double: bool = False
-    """Whether the scales are quantized too (double quantization), to int8: worth it for outputs of many groups."""
+    """Whether the scales are quantized too, to int8."""
 
     @property
     def largest(self) -> int:

@@ -62,11 +62,11 @@ class Remat(Config):
     shorthand_is_whole: ClassVar = True
     policy: Literal["none", "dots", "dots_no_batch", "full"] = "full"
     """Which activations outside `save` and `offload` are recomputed: none, all but matmuls, all but weight matmuls, or
-    all. Norms and activation functions may be recomputed with `none` too, since that costs less than memory."""
+    all."""
     save: tuple[Activation, ...] = ()
     """Activations that are saved, on the device."""
     offload: tuple[Activation, ...] = ()
-    """Activations that are saved in the host's memory: moved there in the forward, and back in the backward."""
+    """Activations that are saved in the host's memory."""
 
     @pydantic.model_validator(mode="after")
     def _save_or_offload(self) -> Remat:

@@ -43,11 +43,11 @@ class Llama3(Config):
     factor: Factor
     """The divisor of low frequencies."""
     low_freq_factor: Factor
-    """A frequency is low if it has fewer turns than this in `original_seq_len` tokens."""
+    """Frequencies with fewer turns in `original_seq_len` tokens are low."""
     high_freq_factor: Factor
-    """A frequency is high if it has more turns than this in `original_seq_len` tokens."""
+    """Frequencies with more turns in `original_seq_len` tokens are high."""
     original_seq_len: Positive
-    """Tokens per row in pretraining, before the model was extended to longer rows."""
+    """Tokens per row in pretraining."""
 
     def __call__(self, frequencies_p: Float[Array, "p"]) -> Float[Array, "p"]:
         turns = self.original_seq_len * frequencies_p / (2 * math.pi)

@@ -60,7 +60,10 @@ class MLPClass(Protocol):
 
 
 class Decoder(Config):
-    """The sizes of a decoder. A subclass sets the parts below as class variables, or declares them as fields."""
+    """The sizes of a decoder.
+
+    A subclass sets the parts below as class variables, or declares them as fields.
+    """
 
     norm: ClassVar[NormClass]
     mlp: ClassVar[MLPClass]
@@ -75,19 +78,19 @@ class Decoder(Config):
     experts: ClassVar[Experts | None]
 
     vocab_size: Positive = 257
-    """Number of token ids. The default is for bytes: 256, and one that begins a document."""
+    """Number of token ids. The default is 256 bytes, and an id that begins a document."""
     pad_vocab_to_multiple: Positive = 1
-    """Pads the rows of the embedding to a multiple, so that a mesh can shard them. Padded ids have probability 0."""
+    """Pads the rows of the embedding to a multiple that the mesh divides. Padded ids have probability 0."""
     num_layers: Annotated[Positive, pydantic.Field(le=10_000)]
     """Number of transformer blocks."""
     pad_layers_to_multiple: Positive = 1
-    """Pads the stacked layers to a multiple, so that pipeline stages can divide them. The padding is never computed."""
+    """Pads the stacked layers to a multiple that pipeline stages divide. The padding is never computed."""
     hidden_size: Positive
     """Width of the residual stream."""
     num_heads: Positive
     """Query heads of each attention layer."""
     num_kv_heads: Positive | None = None
-    """Heads of keys and values; each serves num_heads / num_kv_heads query heads. Default: num_heads."""
+    """Heads of keys and values. Default: num_heads."""
     head_dim: Positive | None = None
     """Width of a head. Default: hidden_size / num_heads."""
     intermediate_size: Positive
@@ -101,20 +104,18 @@ class Decoder(Config):
     tie_embeddings: bool = False
     """Whether the output projection uses the weights of the embedding."""
     dropout: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
-    """Rate of dropout on the embeddings, and on the output of each attention and MLP."""
+    """Rate of dropout on embeddings, and on the output of each attention and MLP."""
     attention: Coerced[Annotated[AnyCore, pydantic.Field(discriminator="kind")], str | dict[str, Any]] = default(Auto())
-    """How tokens attend to each other: `auto`, `reference`, `blocks`, `cudnn` (NVIDIA GPUs) or `splash` (TPUs)."""
+    """How tokens attend to each other."""
     remat: Coerced[Remat, str | dict[str, Any]] = default(Remat(policy="none"))
-    """Which activations of a block the backward recomputes: `none`, `dots` (all but matmuls), `dots_no_batch` (all but
-    weight matmuls), `full` (all), or all but some by name: `{save: [...], offload: [...]}`."""
+    """Which activations of a block the backward recomputes: a policy, or `{save: [...], offload: [...]}`."""
     unroll: Literal["auto", "all"] | Positive = "auto"
-    """How many layers an iteration of the loop over layers computes: `auto`, `all` for no loop, or a number."""
+    """Layers that an iteration of the loop over layers computes: `auto`, `all` for no loop, or a number."""
 
     low_rank: Coerced[tuple[LowRankKernel, ...], Sequence[dict[str, Any]]] = default(())
-    """Projections whose kernels are products of two thin matrices, as `meshpar compress` finds them."""
+    """Projections that are products of two thin matrices, as `meshpar compress` writes them."""
     weights: Coerced[Quantized | None, str | dict[str, Any]] = default(None)
-    """How the kernels of projections are stored: `int8`, `int4` or `nf4`, by groups. They are not trained, but LoRA is.
-    Default: as floats of `precision.params`. `meshpar compress` writes trained models in this form."""
+    """How the kernels of projections are stored, beside which only LoRA trains. Default: as floats."""
 
     @pydantic.model_validator(mode="after")
     def _heads_divide(self) -> Decoder:

@@ -30,9 +30,9 @@ class Adafactor(Descent):
     decay_exponent: Positive = 0.8
     """Update t = 1, 2, ... weights the past moments by 1 - t^-decay_exponent."""
     clip_rms: Positive | None = 1.0
-    """Largest root mean square of the update of a matrix; null for no limit."""
+    """Largest root mean square of a matrix's update; null for no limit."""
     relative: bool = True
-    """Whether the learning rate is scaled by the root mean square of each matrix."""
+    """Whether the learning rate is scaled by each matrix's root mean square."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         matrices = map_dims(Matrix.of, dims)

@@ -29,7 +29,7 @@ class AdamW(Descent):
     b2: Beta = 0.95
     """Decay of the mean of the squared gradients."""
     eps: Positive = 1e-8
-    """Added to the root of the mean squared gradient, which divides the update."""
+    """Added to the root of the mean squared gradient."""
 
     def direction(self, dims: Any) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.b1, self.b2, self.eps)

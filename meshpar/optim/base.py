@@ -64,21 +64,23 @@ class Matrix:
 
 
 class Descent(Config):
-    """An optimizer. A subclass defines `direction` and the fields that it reads."""
+    """An optimizer.
+
+    A subclass defines `direction` and the fields that it reads.
+    """
 
     elementwise: ClassVar[bool] = True
     """Whether the update of an element depends on no other, so that sharded state needs no communication."""
     lr: Positive
     """The peak learning rate."""
     schedule: Section[Schedule] = default(Constant())
-    """The learning rate over the steps of the run, as a fraction of `lr`."""
+    """The learning rate over the steps, as a fraction of `lr`."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, scaled by the learning rate. It applies to matrices and embeddings, not to norms and
-    biases."""
+    """Decoupled weight decay, scaled by the learning rate, of matrices and embeddings."""
     clip_norm: Positive | None = 1.0
     """Largest global norm of the gradients; null for no limit."""
     ema: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """Decay of the average of the parameters that evaluations and exports use; 0.999 averages about 1000 updates."""
+    """Decay of the average of the parameters that evaluations and exports use."""
 
     def build(self, num_steps: int, dims: Any, frozen: Any = None) -> optax.GradientTransformation:
         """Builds the Optax chain, without clipping.

@@ -23,7 +23,7 @@ from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 
 class Freeze(Config):
-    """Freezes parameters, for the whole run or for its first steps. In a config a bare glob freezes for the whole run.
+    """Parameters that are frozen. A bare glob freezes for the whole run.
 
     The gradient of a frozen parameter is excluded from the global norm and from the optimizer's moments. When the
     parameter thaws, its moments start from zero, at the learning rate of that step.
@@ -35,12 +35,12 @@ class Freeze(Config):
 
     shorthand: ClassVar = "paths"
     paths: Coerced[tuple[str, ...], list[str] | str]
-    """Globs over parameter paths: `*` matches between dots, `**` anything. The layers of a stack are one parameter."""
+    """Globs over parameter paths: `*` matches between dots, `**` anything."""
     layers: str | None = None
-    """The layers of a stack that are frozen, as a slice: `0:8`, `:-4`. Default: all. Other parameters than those of
-    layers are not frozen then, and `paths` may be left out for all of these."""
+    """The frozen layers of a stack, as a slice: `0:8`, `:-4`. Then only layers are frozen, by default all their
+    parameters. Default: all layers."""
     until: Positive | None = None
-    """Number of steps for which the parameters are frozen. Default: the whole run."""
+    """Steps for which the parameters are frozen. Default: the whole run."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -39,7 +39,7 @@ class Muon(Descent):
     num_iterations: config.Positive = 5
     """Number of Newton-Schulz iterations, which orthogonalize a matrix by matrix products."""
     rms: Positive = 0.2
-    """Root mean square of the elements of an update. Adam's is about 0.2, so that one learning rate serves both."""
+    """Root mean square of an update's elements. Adam's is about 0.2, so one learning rate serves both."""
     b1: Beta = 0.9
     """Adam's b1, for the other parameters."""
     b2: Beta = 0.95

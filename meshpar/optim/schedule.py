@@ -25,7 +25,7 @@ class _Warmup(Config):
     """A linear rise to the peak; subclasses define the rest."""
 
     warmup_steps: Count = 0
-    """Number of updates before the peak: update i uses (i + 1) / (warmup_steps + 1) of it."""
+    """Updates before the peak: update i uses (i + 1) / (warmup_steps + 1) of it."""
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
         """Builds the schedule of a run.
@@ -137,9 +137,9 @@ class WSD(_Decay):
     decay_steps: Positive | None = None
     """Length of the decay. Default: `decay_fraction` of the run."""
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
-    """Length of the decay, as a fraction of the run. Default: 0.2, if `decay_steps` is not set."""
+    """Length of the decay, as a fraction of the run. Default: 0.2 without `decay_steps`."""
     shape: Literal["linear", "1-sqrt"] = "1-sqrt"
-    """The form of the decay: a straight line, or 1 - sqrt(progress), which falls faster at first."""
+    """The form of the decay: a straight line, or 1 - sqrt(progress)."""
 
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -74,7 +74,7 @@ class OuterAdam(Config):
     b2: Decay = 0.95
     """Decay of the mean of the squared differences."""
     eps: Rate = 0.1
-    """Added to the root mean square. DiLoCo's default is large, because a difference is larger than a gradient."""
+    """Added to the root mean square; large, as differences are larger than gradients."""
 
     def build(self) -> optax.GradientTransformation:
         return optax.adam(self.lr, self.b1, self.b2, self.eps)
@@ -87,29 +87,27 @@ class LocalUpdates(Config):
     """Slices of an axis train alone, and an outer optimizer moves them together at the end of each round."""
 
     axis: str = "replica"
-    """The axis of the slices. It carries rows of the batch, and no parameter is sharded over it."""
+    """The axis of the slices, an axis of the batch over which no parameter is sharded."""
     every: Positive
     """The steps of a round."""
     growth: Rate | None = None
-    """The growth coefficient of the quadratic synchronization rule: a round that begins at learning rate lr has
-    floor((growth / lr)^2) steps if that is more than `every`. Default: all rounds have `every` steps."""
+    """Quadratic synchronization: a round at learning rate lr has floor((growth / lr)^2) steps, but at least `every`.
+    Default: `every`."""
     start: Count = 0
-    """Steps before the first round. During these, gradients are averaged over slices (post-local SGD)."""
+    """Synchronous steps before the first round (post-local SGD)."""
     outer: Coerced[Outer, str | dict[str, Any]] = default(OuterAverage())
     """The optimizer of the shared parameters."""
     fragments: Positive = 1
-    """Parts of the model whose rounds end in turn, `every / fragments` steps apart, so that less is sent at once
-    (streaming DiLoCo). Fragment i of n has every n-th layer, from layer i on, of a stack or of modules with numbers in
-    their paths. The last fragment also has the parameters that are in no layer."""
+    """Parts of the model whose rounds end in turn, `every / fragments` steps apart (streaming DiLoCo). Fragment i of n
+    has every n-th layer, from layer i on; the last also has what is in no layer."""
     overlap_steps: Count = 0
-    """Steps from the end of a round to its outer step. Differences are all-reduced during the first of these steps,
-    while the slices continue to train (streaming DiLoCo)."""
+    """Steps from the end of a round to its outer step, during which differences are all-reduced (streaming DiLoCo)."""
     mixing: Decay = 0.5
-    """With `overlap_steps`: the weight of a slice's own parameters when they are mixed with the new shared ones."""
+    """With `overlap_steps`: the weight of a slice's own parameters beside the new shared ones."""
     compress: Coerced[Across, str | dict[str, Any]] = default(Exact())
-    """Format in which differences are all-reduced: exact (at least float32), bf16, int8, fp8, onebit, powersgd."""
+    """Format in which differences are all-reduced; `exact` is at least float32."""
     resize: Literal["refuse", "average"] = "refuse"
-    """How to resume a checkpoint of another number of slices: refuse it, or begin each slice at the mean of them."""
+    """A checkpoint of another number of slices is refused, or each slice begins at their mean."""
 
     @property
     def reduction(self) -> Reduce | None:

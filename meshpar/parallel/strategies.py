@@ -28,9 +28,8 @@ class FullySharded(Config):
     """How layers communicate the weights that ZeRO-3 shards."""
 
     overlap: Literal[Overlap, "prefetch"] = "none"
-    """`ring`, `bidirectional`: chunks travel along a ring, in one or both directions, while others are multiplied.
-    `prefetch`: the compiler gathers the weights of the next layer while a layer computes, so a device holds the weights
-    of two layers. On CPUs `prefetch` has no effect."""
+    """`ring`, `bidirectional`: as for `tensor`. `prefetch`: on GPUs and TPUs the compiler gathers the next layer's
+    weights while a layer computes."""
 
     @property
     def in_chunks(self) -> bool:
@@ -54,10 +53,10 @@ class ContextParallel(Config):
     kind: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
     """How keys and values reach the queries of other devices."""
     layout: Literal["auto", "zigzag", "contiguous"] = "auto"
-    """Which tokens a device holds. `zigzag`: a part from the front and one from the back of the row, which gives all
-    devices the same work. `auto`: zigzag, and contiguous under ulysses, where the work is the same anyway."""
+    """Which tokens a device holds. `zigzag`: a part from the front and one from the back, which balances the work.
+    `auto`: contiguous under ulysses, else zigzag."""
     group: Annotated[int, pydantic.Field(ge=2)] | None = None
-    """Number of devices that exchange heads under `hybrid`: neighbours on the axis, such as the devices of a host."""
+    """Number of neighbours on the axis that exchange heads under `hybrid`, such as the devices of a host."""
 
     @pydantic.model_validator(mode="after")
     def _fits_kind(self) -> ContextParallel:
@@ -94,7 +93,7 @@ class ExpertParallel(Config):
     kind: Literal["auto", "ragged", "gather", "hierarchical"] = "auto"
     """How tokens travel."""
     group: Annotated[int, pydantic.Field(ge=2)] | None = None
-    """Number of devices in a group under `hierarchical`: neighbours on the axis, such as the devices of a host."""
+    """Number of neighbours on the axis in a group under `hierarchical`, such as the devices of a host."""
 
     @pydantic.model_validator(mode="after")
     def _fits_kind(self) -> ExpertParallel:
@@ -128,11 +127,11 @@ class Parallel(Config):
     expert: Coerced[ExpertParallel | None, str | dict[str, Any]] = default(None)
     """How tokens reach the devices of their experts. Default: `auto`."""
     pipeline: Section[Schedule | None] = default(None)
-    """The schedule of the stages on axis pipe, such as `{kind: 1f1b, num_microbatches: 16}`. Default: no pipeline."""
+    """The schedule of the stages on axis pipe. Default: no pipeline."""
     gradient_reduction: Section[Reduce | None] = default(None)
     """How gradients are summed over devices. Default: XLA's own collectives."""
     local: Section[LocalUpdates | None] = default(None)
-    """Slices that train alone for some steps, such as `{axis: replica, every: 32, outer: nesterov}`. Default: none."""
+    """Slices that train alone for some steps. Default: none."""
 
     @property
     def attention(self) -> ContextParallel:

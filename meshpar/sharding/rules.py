@@ -90,9 +90,8 @@ class AxisRules(Config):
     preset: tuple[str, ...] = ()
     """Names of presets, joined in order."""
     zero: Literal[1, 2, 3] | None = None
-    """When a parameter that is sharded over a batch axis is gathered: 1 after the update (only its optimizer state is
-    sharded); 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3. A parameter is
-    replicated if no rule shards it."""
+    """When a parameter that is sharded over a batch axis is gathered: 1 after the update, so that only optimizer state
+    is sharded; 2 once a step; 3 in each layer, and again in the backward. Default: the preset's, or 3."""
 
     if TYPE_CHECKING:  # type checkers do not know that the other keys are rules
 

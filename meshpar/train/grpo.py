@@ -44,19 +44,18 @@ class GRPO(OfAnswers):
 
     kind: Literal["grpo"] = "grpo"
     reward: Target
-    """`package.module:name` of a function (answers, lines) -> a number for each: the texts of answers, and the objects
-    in the lines of their prompts."""
+    """`package.module:name` of a function (answers, lines) -> a number for each: texts, and the objects in their
+    prompts' lines."""
     group: Annotated[int, Field(ge=2)] = 8
     """Answers to a prompt. `data.batch_size` counts answers."""
     max_tokens: Positive = 64
     """Most tokens of an answer. `data.seq_len` has to hold the prompt too."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a probability may move, relative to the one of the sampling, before it is not moved further."""
+    """How far a probability may move from that of the sampling."""
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.04
-    """How far the model may go from the reference: a larger one keeps it nearer. With 0 there is no reference."""
+    """Larger values keep the model nearer to the reference; 0 for no reference."""
     updates: Positive = 1
-    """Steps that train on the same answers. The first of them samples; the prompts of the others are
-    skipped."""
+    """Steps that train on the same answers, of which the first samples."""
 
     @property
     def has_reference(self) -> bool:

@@ -174,13 +174,13 @@ class Distill(Config):
     """
 
     teacher: FilePath
-    """The teacher's run directory, with its config and last checkpoint. Local; relative to the working directory."""
+    """The teacher's local run directory."""
     temperature: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divides the logits of both models in the divergence."""
     weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
-    """Weight of the divergence. The weight of the cross entropy is 1 minus this."""
+    """Weight of the divergence; that of the cross entropy is 1 minus this."""
     rules: Coerced[AxisRules | None, str | list[str] | dict[str, Any]] = default(None)
-    """How the teacher's parameters are sharded on the mesh of the run. Default: the run's rules."""
+    """How the teacher's parameters are sharded. Default: by the run's rules."""
 
     def add(self, nll: jax.Array, logits: jax.Array, teacher: jax.Array, vocab_size: int) -> jax.Array:
         """The loss of each token, from its cross entropy and the logits of both models."""
@@ -204,7 +204,7 @@ class LossConfig(Config):
     z_loss: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator; 1e-4 keeps logits from drifting."""
     chunk: Literal["auto", "none"] | Positive = "auto"
-    """Tokens whose logits a device holds at a time; `none` holds all; `auto` uses chunks if they need less memory."""
+    """Tokens whose logits a device holds at a time; `none` for all, `auto` for chunks if they need less memory."""
 
     @pydantic.field_validator("chunk", mode="before")
     @classmethod

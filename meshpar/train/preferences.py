@@ -115,7 +115,7 @@ class DPO(Preference):
     has_reference: ClassVar = True  # pyright: ignore
     kind: Literal["dpo"] = "dpo"
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    """How far the model may go from the reference: a larger one keeps it nearer."""
+    """Larger values keep the model nearer to the reference."""
 
     def of_pairs(
         self, answers: PairedAnswers, reference: PairedAnswers | None
@@ -138,7 +138,7 @@ class ORPO(Preference):
     has_reference: ClassVar = False  # pyright: ignore
     kind: Literal["orpo"] = "orpo"
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """Weight of the odds ratio, lambda in the paper, beside the chosen answer's cross entropy."""
+    """Weight of the odds ratio, lambda in the paper."""
 
     def of_pairs(
         self, answers: PairedAnswers, reference: PairedAnswers | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -18,7 +19,12 @@ This page lists every command with its arguments and options, as `meshpar COMMAN
 file, and KEY=VALUE changes [one of its keys](config.md). Exit codes: 0; 1 for a run or a check that failed; 2 for bad
 input; 75 for a run that a signal ended, which the same command resumes.
 """
+OPTIONS = "Options of several commands:\n"
 TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+OF_SEVERAL = 3
+"""An option of so many commands, with one meaning, is listed once."""
 
 
 def commands_page() -> str:
@@ -26,8 +32,11 @@ def commands_page() -> str:
 
     app = cli.verbs()
     found = dict(sorted(_commands(app, "meshpar")))
+    times = Counter(option for function in found.values() for option in _options(function))
+    shared = [option for option in times if times[option] >= OF_SEVERAL]
     options = _table(_options(app.registered_callback.callback))  # pyright: ignore
-    return "\n".join([ABOUT, options, *(_section(name, function) for name, function in found.items())])
+    sections = (_section(name, function, shared) for name, function in found.items())
+    return "\n".join([ABOUT, options, OPTIONS, _table(shared), *sections])
 
 
 def _commands(app: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
@@ -43,10 +52,15 @@ def _commands(app: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., 
         yield from _commands(group.typer_instance, f"{name} {group.name}")
 
 
-def _section(name: str, function: Callable[..., None]) -> str:
+def _section(name: str, function: Callable[..., None], shared: list[tuple[str, str]]) -> str:
     options = _options(function)
     usage = " ".join([name, *_arguments(function), *(["[OPTION]..."] if options else [])])
-    return f"## {name}\n\n`{usage}`\n\n{inspect.getdoc(function)}\n\n{_table(options)}"
+    parts = [f"## {name}", f"`{usage}`", inspect.getdoc(function) or ""]
+    if own := [option for option in options if option not in shared]:
+        parts.append(_table(own).rstrip())
+    if others := [spelling.partition(" ")[0] for spelling, meaning in options if (spelling, meaning) in shared]:
+        parts.append(f"{'Also' if own else 'Options:'} {', '.join(others)}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _parameters(function: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Any, Any]]:
@@ -88,12 +102,11 @@ def _spelling(parameter: inspect.Parameter, hint: Any, info: OptionInfo) -> str:
 
 def _meaning(parameter: inspect.Parameter, hint: Any, info: OptionInfo) -> str:
     default = info.show_default if isinstance(info.show_default, str) else parameter.default
-    is_shown = hint is not bool and info.show_default and default not in (None, inspect.Parameter.empty)
-    return " ".join([info.help or "", *([f"Default: {default}."] if is_shown else [])]).strip()
+    is_shown = hint is not bool and info.show_default and default not in (None, ..., inspect.Parameter.empty)
+    shown = [f"Default: {default}."] if is_shown else ["Required."] if default is ... else []
+    return " ".join([info.help or "", *shown]).strip()
 
 
 def _table(options: list[tuple[str, str]]) -> str:
-    if not options:
-        return ""
-    rows = [f"| {spelling} | {meaning.replace('|', chr(92) + '|')} |" for spelling, meaning in options]
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in option) + " |" for option in options]
     return "\n".join(["| option | what it does |", "|---|---|", *rows, ""])

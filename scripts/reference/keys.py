@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Section:
     about: dict[str, Any]
     path: str
     in_list: bool
+    bases: tuple[type[Config], ...] = ()
+    """Classes that have the other keys of the model, each with a section of its own."""
 
     @property
     def title(self) -> str:
@@ -45,6 +48,13 @@ class Section:
     def anchor(self) -> str:
         """The anchor that Python-Markdown gives to the title."""
         return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", self.title).strip().lower())
+
+    @property
+    def link(self) -> str:
+        """A link on its page by the kind that selects the model, or by its name if no kind or several do."""
+        has_kind = "const" in self.about["properties"].get("kind", {})
+        label = f"`{kind_of(self.model)}`" if has_kind else self.model.__name__
+        return f"[{label}](#{self.anchor})"
 
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
@@ -105,36 +115,72 @@ def sections(root: type[Config]) -> list[Section]:
     return sorted(found.values(), key=lambda section: groups.index(section.group))
 
 
-def keys_page(root: type[Config], about: str) -> str:
-    """A page with a table for each model."""
-    found = sections(root)
-    anchors = {section.model.__name__: section.anchor for section in found}
+def divided(found: list[Section]) -> list[Section]:
+    """The sections, with the keys that several inherit from one class in a section of that class."""
+    declared = [{key: _declaring(section.model, key) for key in section.keys} for section in found]
+    times = Counter(one for keys in declared for one in keys.items())
+    result: dict[type[Config], Section] = {}
+    for section, keys in zip(found, declared, strict=True):
+        inherited = {key: base for key, base in keys.items() if base is not section.model and times[key, base] > 1}
+        for base in dict.fromkeys(inherited.values()):
+            about = {"description": inspect.getdoc(base)}
+            theirs = [key for key in inherited if inherited[key] is base]
+            result.setdefault(base, _with_keys(replace(section, model=base, about=section.about | about), theirs))
+        own = _with_keys(section, [key for key in section.about["properties"] if key not in inherited])
+        result.setdefault(section.model, replace(own, bases=tuple(dict.fromkeys(inherited.values()))))
+    return list(result.values())
+
+
+def _declaring(model: type[Config], key: str) -> type[Config]:
+    """The public class whose key it is: the model itself, if it has an example of its own."""
+    if f"{model.__name__}.{key}" in EXAMPLES:
+        return model
+    base = next(base for base in model.__mro__ if key in inspect.get_annotations(base))
+    return model if base.__name__.startswith("_") else base
+
+
+def _with_keys(section: Section, keys: list[str]) -> Section:
+    properties = section.about["properties"]
+    return replace(section, about=section.about | {"properties": {key: properties[key] for key in keys}})
+
+
+def keys_page(root: type[Config], about: str, elsewhere: dict[type[Config], str] | None = None) -> str:
+    """A page with a table for each model, and for each class from which several models inherit keys.
+
+    Args:
+      elsewhere: model -> a link to its table on another page.
+    """
+    others = elsewhere or {}
+    found = divided([section for section in sections(root) if section.model not in others])
+    links = {section.model.__name__: section.link for section in found}
+    links |= {model.__name__: link for model, link in others.items()}
     lines = [about]
     for group, inside in groupby(found, key=lambda section: section.group):
         lines += [f"## {group}\n"] if group else []
         for section in inside:
-            lines += [f"{'###' if group else '##'} {section.title}\n", _about(section), ""]
+            lines += [f"{'###' if group else '##'} {section.title}\n", _about(section, found), ""]
             if section.keys:
-                lines += ["| key | what it sets | type | default | example |", "|---|---|---|---|---|"]
-                lines += [_row(section, key, about, anchors) for key, about in section.keys.items()]
+                lines += ["| key | meaning | type | default | example |", "|---|---|---|---|---|"]
+                lines += [_row(section, key, about, links) for key, about in section.keys.items()]
                 lines.append("")
     return "\n".join(lines)
 
 
-def _row(section: Section, key: str, about: dict[str, Any], anchors: dict[str, str]) -> str:
+def _row(section: Section, key: str, about: dict[str, Any], links: dict[str, str]) -> str:
     field = section.model.model_fields[key]
     default = "*required*" if field.is_required() else _default(about, field)
-    meaning = _line(about.get("description", ""))
-    cells = [f"`{key}`", meaning, _type(about, anchors), default, f"`{section.example(key)}`"]
+    kind = _type(about, links).removesuffix(" or null") if default == "`null`" else _type(about, links)
+    cells = [f"`{key}`", _line(about.get("description", "")), kind, default, f"`{section.example(key)}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _about(section: Section) -> str:
-    """The first paragraph of the docstring, and how the section is selected."""
+def _about(section: Section, found: list[Section]) -> str:
+    """The first paragraph of the docstring, how the section is selected, and where its other keys are."""
     text = _line((section.about.get("description") or "").partition("\n\n")[0])
     kind = kind_of(section.model)
     selected = section.path and kind and f"`{section.path}: {{kind: {kind}}}`. "
-    return f"{selected or ''}{text}"
+    bases = [f"[{one.model.__name__}](#{one.anchor})" for one in found if one.model in section.bases]
+    return f"{selected or ''}{text}" + (f" Also the keys of {', '.join(bases)}." if bases else "")
 
 
 def _line(text: str) -> str:
@@ -152,13 +198,11 @@ def _default(about: dict[str, Any], field: Any) -> str:
     return f"`{flow(value)}`"
 
 
-def _type(about: dict[str, Any], anchors: dict[str, str]) -> str:
+def _type(about: dict[str, Any], links: dict[str, str]) -> str:
     if "$ref" in about:
-        name = _refs(about)[0]
-        return f"[{name}](#{anchors[name]})"
+        return links[_refs(about)[0]]
     if "anyOf" in about:
-        members = [_type(one, anchors) for one in about["anyOf"] if not _is_notation(one)]
-        return " or ".join(sorted(dict.fromkeys(members), key="null".__eq__))
+        return _union(about["anyOf"], links)
     if "enum" in about:
         return ", ".join(f"`{flow(value)}`" for value in about["enum"])
     if "const" in about:
@@ -166,11 +210,25 @@ def _type(about: dict[str, Any], anchors: dict[str, str]) -> str:
     if about.get("type") in ("integer", "number"):
         return _number(about)
     if about.get("type") == "array":
-        return f"list of {_type(about['items'], anchors)}" if "items" in about else "list"
+        return f"list of {_type(about['items'], links)}" if "items" in about else "list"
     if about.get("type") == "string":
         is_target = "pattern" in about
         return "`module:name`" if is_target else about.get("format", "text")
     return {"boolean": "`true`, `false`", "object": "mapping", "null": "null"}.get(about.get("type", ""), "any")
+
+
+def _union(alternatives: list[dict[str, Any]], links: dict[str, str]) -> str:
+    """The sections by their kinds, then other types. A kind alone, which selects a section too, is not repeated."""
+    linked = [links[_refs(one)[0]] for one in alternatives if "$ref" in one]
+    kinds = {flow(value) for one in alternatives for value in one.get("enum", ())}
+    is_repeated = kinds <= set(re.findall(r"\[`(.+?)`\]", " ".join(linked)))
+    others = [
+        _type(one, links)
+        for one in alternatives
+        if "$ref" not in one and not _is_notation(one) and not ("enum" in one and is_repeated)
+    ]
+    parts = ([", ".join(linked)] if linked else []) + sorted(dict.fromkeys(others), key="null".__eq__)
+    return " or ".join(parts)
 
 
 def _number(about: dict[str, Any]) -> str:

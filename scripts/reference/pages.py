@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from reference.commands import commands_page
-from reference.keys import keys_page
+from reference.keys import divided, keys_page, sections
 from reference.names import names_page
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
@@ -18,15 +18,17 @@ def run_page() -> str:
 
     about = """# Keys of a config
 
-This page lists every key of a config file of `meshpar train`: its type, its default, what it sets, and an example for
-the command line. [Configs](index.md#configs) says how files and command lines are read. The classes are those of
-Python: `meshpar.AdamW(lr=1e-3)` is `optim: {kind: adamw, lr: 1e-3}`. Required keys must be set, unless `extends` names
-a file that sets them.
+This page lists every key of a config file of `meshpar train`, with an example for the command line.
+[Configs](index.md#configs) says how files and command lines are read. The classes are those of Python:
+`meshpar.AdamW(lr=1e-3)` is `optim: {kind: adamw, lr: 1e-3}`. A kind alone has the defaults of its keys: `optim: lion`.
+A key whose default is `null` accepts null too. Required keys must be set, unless `extends` names a file that sets them.
+Paths are relative to the working directory.
 """
     return keys_page(Run, about)
 
 
 def federated_page() -> str:
+    from meshpar import Run
     from meshpar.federated import Federated
 
     about = """# Keys of a federated config
@@ -34,7 +36,8 @@ def federated_page() -> str:
 This page lists every key of a config file of `meshpar federated`, which simulates
 [federated learning](../guides/federated.md).
 """
-    return keys_page(Federated, about)
+    of_runs = divided(sections(Run))
+    return keys_page(Federated, about, {one.model: one.link.replace("(#", "(config.md#") for one in of_runs})
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -44,9 +44,18 @@ def test_a_missing_docstring_is_seen():
     assert not is_documented("inspect", inspect)
 
 
+def listed(space: str) -> list[str]:
+    """The names of `meshpar` or of a namespace that the reference lists: in tables, and classes of configs in lists."""
+    page = REFERENCE.read_text()
+    prefix = "" if space == "meshpar" else rf"{space}\."
+    found = re.findall(rf"^\| `{prefix}(\w+)` \|", page, re.M)
+    for spaces, names in re.findall(r"^- ((?:`meshpar` and )?`\w+`): (.+)\.$", page, re.M):
+        found += re.findall(r"`(\w+)`", names) if f"`{space}`" in spaces else []
+    return found
+
+
 def test_the_reference_lists_exactly_the_public_names():
-    listed = re.findall(r"^\| `(\w+)`", REFERENCE.read_text(), re.M)
-    assert sorted(listed) == sorted(meshpar.__all__)
+    assert sorted(listed("meshpar")) == sorted(meshpar.__all__)
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
@@ -55,10 +64,19 @@ def test_the_reference_lists_exactly_the_public_names_of_a_namespace(name):
     public = NAMESPACES[name]
     for module in pkgutil.iter_modules(getattr(public, "__path__", [])):
         importlib.import_module(f"{public.__name__}.{module.name}")
-    listed = re.findall(rf"^\| `{name}\.(\w+)`", REFERENCE.read_text(), re.M)
-    assert sorted(listed) == sorted(public.__all__)
+    assert sorted(listed(name)) == sorted(public.__all__)
     assert public.__doc__ is not None
     assert all(is_documented(name, getattr(public, name)) for name in public.__all__)
+
+
+def test_a_class_of_a_config_that_has_no_line_of_its_own_has_a_section():
+    """The page of the keys says what it is."""
+    lists = re.findall(r"^- (?:`meshpar` and )?`\w+`: (.+)\.$", REFERENCE.read_text(), re.M)
+    pages = [REFERENCE.with_name(f"{page}.md").read_text() for page in ("config", "federated")]
+    titles = set(re.findall(r"^#+ (?:.*: )?(\w+)$", "\n".join(pages), re.M))
+    named = {name for names in lists for name in re.findall(r"`(\w+)`", names)}
+    assert named
+    assert named <= titles
 
 
 def test_only_the_intended_modules_are_public_namespaces():

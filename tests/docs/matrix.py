@@ -1,4 +1,4 @@
-"""Writes tables from the cases that are tested: of models, layouts and strategies, and of Hugging Face's families.
+"""Writes lists and tables from the cases that are tested: models, layouts, strategies, families of Hugging Face.
 
 PYTHONPATH=. python -m tests.docs.matrix
 """
@@ -6,7 +6,7 @@ PYTHONPATH=. python -m tests.docs.matrix
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tests.docs.page import ROOT
@@ -32,59 +32,62 @@ def mark(case: Any) -> str:
     return "○" if "slow" in names else "●"
 
 
-def table(found: Iterable[Any]) -> str:
-    """The table of the partitioned program, from the cases that are tested."""
-    marks = {tuple(case.values[:2]): mark(case) for case in found if case.values[2] == "manual"}
-    rows = [
-        ("model", *(f"`{layout}`" for layout in LAYOUTS)),
-        ("---", *[":-:"] * len(LAYOUTS)),
-        *((f"`{model}`", *(marks[model, layout] for layout in LAYOUTS)) for model in MODELS),
-    ]
+def crossed(
+    rows: Collection[str], columns: Collection[str], marks: Mapping[Any, str], which: str, signs: str = "●✗"
+) -> str:
+    """A list: which rows, all columns, and the cases with a mark other than that of most."""
+    lines = [which, f"○ each in {named(columns)}"]
+    for sign in signs:
+        marked = {column: [row for row in rows if marks[row, column] == sign] for column in columns}
+        inside = [f"in `{column}` {named(found)}" for column, found in marked.items() if found]
+        lines += [f"{sign} {'; '.join(inside)}"] if inside else []
+    return "\n" + "".join(f"- {line}.\n" for line in lines)
+
+
+def named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def rows_of(rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
     return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def table(found: Iterable[Any]) -> str:
+    """Models and layouts of the partitioned program, from the cases that are tested."""
+    marks = {tuple(case.values[:2]): mark(case) for case in found if case.values[2] == "manual"}
+    return crossed(MODELS, LAYOUTS, marks, named(MODELS))
 
 
 def strategy_table() -> str:
-    """The table of strategies, from the cases that are tested."""
-    marks = {case.values: "✗" if case.values in strategies.REFUSED else mark(case) for case in strategies.cases()}
-    rows = [
-        ("strategy", *(f"`{model}`" for model in strategies.MODELS)),
-        ("---", *[":-:"] * len(strategies.MODELS)),
-        *((name, *(marks[model, name] for model in strategies.MODELS)) for name in strategies.STRATEGIES),
-    ]
+    """Strategies and models, from the cases that are tested, and why some are refused."""
+    marks = {(name, model): mark(case) for case in strategies.cases() for model, name in [case.values]}
     why: dict[str, list[str]] = {}
     for (model, name), part in strategies.REFUSED.items():
-        why.setdefault(strategies.WHY[part], []).append(f"{name} on `{model}`")
-    reasons = "".join(f"- {'; '.join(cells)}: {reason}.\n" for reason, cells in why.items())
-    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n✗:\n\n" + reasons
+        why.setdefault(strategies.WHY[part], []).append(f"`{name}` in `{model}`")
+    reasons = "".join(f"- ✗ {', '.join(cells)}: {reason}.\n" for reason, cells in why.items())
+    return crossed(strategies.STRATEGIES, strategies.MODELS, marks, named(strategies.STRATEGIES), "●") + reasons
 
 
 def family_table() -> str:
-    """The table of families, their options and their meshes, from the cases that are tested."""
+    """The families and their options, and the meshes of those that are not `kind: llama`."""
+    options = [(f"`{kind}`", ", ".join(families.OPTIONS.get(kind, {}))) for kind in families.BASE]
     marks = {case.values: mark(case) for case in mesh_cases()}
-    rows = [
-        ("`model_type`", "options, each against transformers", *(f"`{mesh}`" for mesh in MESHES)),
-        ("---", "---", *[":-:"] * len(MESHES)),
-        *(
-            (f"`{kind}`", ", ".join(families.OPTIONS.get(kind, {})), *(marks.get((kind, mesh), "") for mesh in MESHES))
-            for kind in families.BASE
-        ),
-    ]
-    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    kinds = dict.fromkeys(kind for kind, _ in marks)
+    which = f"On meshes: all but {named(kind for kind in families.BASE if kind not in kinds)}, as `kind: llama` is"
+    return rows_of([("`model_type`", "options"), ("---", "---"), *options]) + crossed(kinds, MESHES, marks, which)
 
 
 def encoder_table() -> str:
-    """The table of encoders: their heads and options, and the meshes of those that are trained."""
-    marks = {case.values: mark(case) for case in test_encoders.mesh_cases()}
-    rows = [
-        ("`model_type`", "heads", "options", "trained", *(f"`{mesh}`" for mesh in test_encoders.MESHES)),
-        (*["---"] * 4, *[":-:"] * len(test_encoders.MESHES)),
-    ]
+    """The encoders: their heads and options, the head that is trained, and the meshes on which it is."""
+    rows = [("`model_type`", "heads", "options", "trained"), *[("---",) * 4]]
     for case, (head, *_) in test_encoders.TRAINED.items():
         kind = case.partition("-")[0]
         options = [name.removeprefix(f"{kind}-") for name in encoders.VARIANTS if name.startswith(f"{kind}-")]
         against = [", ".join(names) if case == kind else "" for names in (encoders.HEADS[kind], options)]
-        rows.append((f"`{kind}`", *against, head, *(marks[case, mesh] for mesh in test_encoders.MESHES)))
-    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+        rows.append((f"`{kind}`", *against, head))
+    marks = {case.values: mark(case) for case in test_encoders.mesh_cases()}
+    return rows_of(rows) + crossed(test_encoders.TRAINED, test_encoders.MESHES, marks, "On meshes: all of them")
 
 
 def variant_table() -> str:
@@ -94,7 +97,7 @@ def variant_table() -> str:
         found.setdefault(outcome(case), []).append(name)
     rows = [("how", "number", "variants"), ("---", "--:", "---")]
     rows += [(how, str(len(names)), ", ".join(names)) for how, names in sorted(found.items())]
-    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    return rows_of(rows)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,16 @@ def test_each_key_has_a_description():
     assert not [f"{s.model.__name__}.{key}" for s, key in ALL if not s.about["properties"][key].get("description")]
 
 
+def test_each_key_is_in_the_table_of_its_model_or_of_a_class_that_the_model_names():
+    for found in SECTIONS.values():
+        placed = {section.model: section for section in keys.divided(found)}
+        for section in found:
+            own = placed[section.model]
+            listed = [key for model in (section.model, *own.bases) for key in placed[model].keys]
+            assert {*section.keys} <= {*listed}, section.title
+            assert all(issubclass(section.model, base) for base in own.bases)
+
+
 def test_the_model_accepts_each_example():
     for section, key in ALL:
         section.model(**section.data(key))
@@ -79,5 +89,6 @@ def test_the_help_of_a_command_has_the_options_of_its_page(line):
     page = (pages.FOLDER / "commands.md").read_text()
     section = page.partition(f"\n## meshpar {line}\n")[2].partition("\n## ")[0]
     shown = CliRunner().invoke(cli.verbs(), [*line.split(), "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
-    options = set(re.findall(r"^\| `(--[\w-]+)`", section, re.M))
+    lines = "\n".join(re.findall(r"^(?:Also|Options:) .+$", section, re.M))
+    options = {*re.findall(r"^\| `(--[\w-]+)`", section, re.M), *re.findall(r"`(--[\w-]+)`", lines)}
     assert options | {"--help"} == set(re.findall(r"^\W*(--[a-z0-9-]+)", shown, re.M))

@@ -22,7 +22,7 @@ IfLonger = Literal["refuse", "truncate", "split", "drop"]
 
 
 class Chat(Rendered):
-    """Files with one conversation per line. The chat template beside the tokenizer renders it, and answers are learned.
+    """Files with a conversation per line, whose answers are learned.
 
     A line is a JSON object with `messages` (and `tools`), with `prompt` and `completion`, or with ShareGPT's
     `conversations`. A message with `weight: 0` is not learned. A row may have several conversations, and none attends
@@ -34,11 +34,10 @@ class Chat(Rendered):
 
     kind: Literal["chat"] = "chat"
     if_longer: IfLonger = "refuse"
-    """What happens to a conversation of more than `seq_len` tokens: an error; its end is cut off; it becomes several
-    pieces, which do not attend to each other; or it is left out. What has no target then is left out too."""
+    """What happens to a conversation of more than `seq_len` tokens: an error; its end is cut off; it becomes pieces,
+    which do not attend to each other; it is left out."""
     answers: Literal["together", "apart"] = "together"
-    """Whether all answers of a conversation are learned in one text; or each in its own, after the prompt that the
-    model sees when it answers, for templates that write earlier answers in another way."""
+    """Whether all answers are learned in one text, or each after the prompt that the model sees when it answers."""
 
     def rows(self) -> tuple[ConversationRows, ConversationRows]:
         examples = self.examples()

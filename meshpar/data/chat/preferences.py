@@ -18,7 +18,7 @@ from meshpar.errors import DataError, DataWarning, Problems
 
 
 class Preferences(Rendered):
-    """Files with one pair of answers per line. The chat template beside the tokenizer renders both conversations.
+    """Files with a pair of answers per line.
 
     A line is a JSON object with `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without `prompt`, the
     messages with which both sides begin are the prompt. A row is a pair: the chosen conversation, then the rejected
@@ -30,7 +30,7 @@ class Preferences(Rendered):
 
     kind: Literal["preferences"] = "preferences"
     if_longer: Literal["refuse", "drop"] = "refuse"
-    """What happens to a pair whose two conversations have more than `seq_len` tokens: an error; or it is left out."""
+    """Whether a pair whose two conversations have more than `seq_len` tokens is an error, or is left out."""
 
     def rows(self) -> tuple[ConversationRows, ConversationRows]:
         pairs = self.pairs()

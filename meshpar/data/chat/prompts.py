@@ -22,7 +22,7 @@ LINES = "lines"
 
 
 class Prompts(Rendered):
-    """Files with one prompt per line, for `loss.kind: grpo`. The chat template beside the tokenizer renders it.
+    """Files with a prompt per line, for `loss.kind: grpo`.
 
     A line is a JSON object with `prompt`, a text or a list of messages; or with `messages`. The function of the reward
     gets the whole object, so other keys may say what a good answer is. A row is a prompt and an answer to it.

@@ -28,10 +28,10 @@ class Rendered(AtPath, Corpus):
 
     glob: str = "**/*.jsonl"
     tokenizer: Coerced[Tokenizer, str | dict[str, Any]]
-    """The `tokenizer.json` of the model. The files beside it have the template and the ids at which the model stops.
-    Default in a run: that of the model that `init` names."""
+    """The `tokenizer.json` of the model, with the template and the end ids beside it. Default: that of the model in
+    `init`."""
     date: str | None = None
-    """What a template that writes today's date writes: `2026-11-26`. Default: such a template is refused."""
+    """What a template writes as today's date. Default: such a template is refused."""
     template_options: dict[str, Any] = default({})
     """Further variables of the template, such as `enable_thinking: false`."""
 

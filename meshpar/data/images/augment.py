@@ -22,16 +22,16 @@ class Augment(Config):
     """How the pictures of a training vary. The random numbers follow from the seed, the epoch and the row."""
 
     crop_area: tuple[float, float] = default((0.08, 1.0))
-    """The part of a picture's area that is kept, drawn between these two; `[1, 1]` crops no more than `size` needs."""
+    """The part of a picture's area that is kept, drawn between these two."""
     crop_ratio: tuple[float, float] = default((3 / 4, 4 / 3))
-    """The proportions of the cropped part, width to height, are those of `size` times a number between these two."""
+    """The proportions of the cropped part, relative to `size`, drawn between these two."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """The fraction of pictures that are mirrored, left to right."""
     mixup: float | None = Field(default=None, gt=0)
-    """Adds another picture with a weight drawn from Beta(mixup, mixup), and its class with the same weight."""
+    """Adds another picture and its class with a weight drawn from Beta(mixup, mixup)."""
     cutmix: float | None = Field(default=None, gt=0)
-    """Replaces a rectangle by that of another picture; its area is drawn from Beta(cutmix, cutmix). With `mixup`
-    besides, each is done to half of the rows."""
+    """Replaces a rectangle by that of another picture, its area drawn from Beta(cutmix, cutmix). With `mixup`, each is
+    done to half of the rows."""
 
     @field_validator("crop_area", "crop_ratio")
     @classmethod

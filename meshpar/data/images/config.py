@@ -36,42 +36,36 @@ class Images(RowData):
 
     kind: Literal["images"] = "images"
     path: DataPath
-    """The pictures: a folder, or for `format` other than `folders` a single file; relative to the working directory. Or
-    an address such as `s3://bucket/pictures`."""
+    """The pictures: a folder, a file unless `format` is `folders`, or an address such as `s3://bucket/pictures`."""
     format: Literal["folders", "parquet", "webdataset", "array_record"] = "folders"
-    """`folders`: a file for each picture, in a folder for each class. `parquet`: a column of bytes and one of labels.
-    `webdataset`: tar files with `0017.jpg` and `0017.cls`. `array_record`: records of `tf.train.Example`."""
+    """`folders`: a file for each picture, a folder for each class. `parquet`: columns. `webdataset`: tar files with
+    `0017.jpg` and `0017.cls`. `array_record`: records of `tf.train.Example`."""
     glob: str | None = None
-    """The pattern of the files below `path`. Default: that of the format, such as `**/*.parquet`."""
+    """The pattern of the files below `path`. Default: that of the format."""
     image_field: str | None = None
-    """The column or the feature of the pictures, or their suffix in tar files. Default: `image`; in tar files that of
-    any picture."""
+    """The column, feature or suffix of the pictures. Default: `image`; in tar files that of any picture."""
     label_field: str | None = None
-    """The column or the feature of the labels, or their suffix in tar files. Default: `label`; in tar files `cls`."""
+    """The column, feature or suffix of the labels. Default: `label`; in tar files `cls`."""
     num_classes: Positive | None = None
-    """The number of classes, if labels are read from files; mixing needs it. A label beyond it is an error."""
+    """The number of classes, if labels are read from files; mixing needs it."""
     held_out_path: DataPath | None = None
-    """The pictures of evaluations, in the same format; relative to the working directory. Default: `held_out_fraction`
-    of those at `path`."""
+    """The pictures of evaluations. Default: `held_out_fraction` of those at `path`."""
     size: tuple[Positive, Positive]
-    """Height and width of a row's image, to which the pictures are resized."""
+    """Height and width to which the pictures are resized."""
     channels: Literal[1, 3] = 3
     """3 for red, green and blue; 1 for gray."""
     dtype: Literal["float32", "uint8"] = "float32"
-    """Of a row's image: `float32` for numbers from 0 to 1; `uint8` for 0 to 255, a fourth of the bytes."""
+    """Of a row's image: `float32` from 0 to 1, or `uint8` from 0 to 255."""
     mean: tuple[float, ...] | None = None
-    """One number for each channel, subtracted from numbers from 0 to 1: `image_mean` in the `preprocessor_config.json`
-    of a pretrained model."""
+    """A number for each channel, subtracted from numbers from 0 to 1: `image_mean` of a `preprocessor_config.json`."""
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    """One number for each channel, which divides them then: `image_std` in that file."""
+    """A number for each channel, which divides them then: `image_std`."""
     augment: Section[Augment | None] = default(Augment())
-    """How the pictures of the training vary; null for the center of each, as in evaluations."""
+    """How the training's pictures vary; null for the center of each, as in evaluations."""
     center: float = Field(default=0.875, gt=0, le=1)
-    """The part of a picture that is evaluated: of the largest centered rectangle of the proportions of `size`, by its
-    edges."""
+    """The part that is evaluated of the largest centered rectangle with the proportions of `size`, by its edges."""
     skip_corrupt: bool = False
-    """Whether pictures that cannot be decoded are left out: their rows do not count in losses and metrics. Each process
-    names the first ones that it reads, and counts them."""
+    """Whether pictures that cannot be decoded are left out of losses and metrics, and counted."""
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> Self:

@@ -37,17 +37,16 @@ class RowData(Config):
     batch_size: Positive = 16
     """Rows per batch, over all devices."""
     held_out_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """About this fraction of the rows is drawn and held out for evaluation, the same in each run. Default: 0.05, unless
-    the evaluation has rows of its own."""
+    """About this fraction of the rows is held out for evaluation. Default: 0.05, unless the evaluation has rows of its
+    own."""
     held_out_rows: Positive | None = None
-    """At most this many of the held-out rows are evaluated, the first ones. Default: all."""
+    """How many of the first held-out rows are evaluated. Default: all."""
     dims: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Array -> a name for each of its dims in a row, `{image: [height, width, channels]}`, by which rules shard it.
-    Default: only the rows are sharded."""
+    """Array -> a name for each of its dims in a row, by which rules shard it. Default: only the rows are sharded."""
     workers: Count = 0
-    """Processes that read rows ahead. Default: two threads of each process of the run."""
+    """Processes that read rows ahead. Default: two threads."""
     if_changed: Literal["refuse", "allow"] = "refuse"
-    """Whether a run may resume from a checkpoint if the rows have changed: their number, the first or the last."""
+    """Whether a run may resume if the rows have changed: their number, the first or the last."""
 
     @property
     @abstractmethod

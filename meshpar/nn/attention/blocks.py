@@ -46,7 +46,7 @@ class Blocks(Config):
     shorthand: ClassVar = "kind"
     kind: Literal["blocks"] = "blocks"
     block_size: Positive = BLOCK_SIZE
-    """The largest number of tokens in a block. A row is divided into as few equal blocks as possible."""
+    """The largest number of tokens in a block."""
     has_cache: ClassVar[bool] = False
 
     def __call__(

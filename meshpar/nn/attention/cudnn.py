@@ -54,7 +54,7 @@ class Cudnn(Kernel):
     kind: Literal["cudnn"] = "cudnn"
     device: ClassVar = "GPU"
     most_documents: Positive = 16
-    """The most documents of a row. A batch in which a row has more is computed by `blocks`, which is slow on GPUs."""
+    """The most documents of a row. Batches with more are computed by `blocks`, which is slow on GPUs."""
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],

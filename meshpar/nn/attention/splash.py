@@ -48,7 +48,7 @@ class Splash(Kernel):
     kind: Literal["splash"] = "splash"
     device: ClassVar = "TPU"
     block_size: Annotated[Positive, pydantic.Field(multiple_of=LANES)] = 512
-    """The largest number of tokens in a block, a multiple of 128. Blocks are as large as the row allows."""
+    """The largest number of tokens in a block, a multiple of 128."""
     interpret: bool = False
     """Whether JAX interprets the kernel, slowly, on any device."""
 

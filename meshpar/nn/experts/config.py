@@ -31,10 +31,9 @@ class Balance(Config):
     kind: Literal["loss", "bias"] = "loss"
     """`loss` adds a loss, `bias` changes the selection without a loss."""
     weight: Weight = 0.01
-    """The weight of the loss; or by how much a bias changes in a step, for which 0.001 is usual."""
+    """The weight of the loss; or by how much a bias changes in a step, usually 0.001."""
     load: Literal["step", "last_step"] = "step"
-    """Which load the loss uses: the load of this step, which devices sum in each layer, or of the last step.
-    Microbatches and pipelines need `last_step`: they compute losses before they know the load of all tokens."""
+    """Which load the loss uses: of this step, or of the last one, as microbatches and pipelines need."""
 
     @property
     def needs_one_pass(self) -> bool:
@@ -59,12 +58,12 @@ class Experts(Config):
     intermediate_size: Positive
     """Width of the hidden layer of one expert."""
     first_dense: Count = 0
-    """How many of the first layers have an MLP of the model's `intermediate_size` instead of experts (DeepSeek-V3)."""
+    """How many of the first layers have an MLP instead of experts (DeepSeek-V3)."""
     every: Positive = 1
-    """After `first_dense`, a layer has experts if its number, counted from 1, is a multiple of `every`; else it has an
-    MLP. Hugging Face calls this `decoder_sparse_step`."""
+    """After `first_dense`, layers whose number from 1 is a multiple of this have experts, the others an MLP. Hugging
+    Face: `decoder_sparse_step`."""
     shared: Count = 0
-    """Number of further experts that all tokens use. They are computed as one MLP of their joint width."""
+    """Number of further experts that all tokens use, computed as one MLP."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How the router turns logits into scores."""
     normalize: bool = True
@@ -72,18 +71,18 @@ class Experts(Config):
     scale: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
     """Multiplies the weights of a token's experts."""
     groups: Positive = 1
-    """Number of groups of experts. A token first selects groups, by the sum of their two best scores."""
+    """Number of groups of experts. A token selects groups first, by the sum of their two best scores."""
     groups_per_token: Positive = 1
     """The number of groups that a token selects its experts from."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
-    """`dropless` computes every choice. `capacity` gives each expert a fixed number of places for the tokens of a row;
-    tokens beyond it skip this expert, and the metric `experts_dropped` counts them."""
+    """`dropless` computes every choice. `capacity` gives each expert a fixed number of places in a row; tokens beyond
+    it skip the expert."""
     capacity_factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.25
-    """Places of an expert for a row, as a multiple of the places that a balanced router needs."""
+    """Places of an expert, as a multiple of those that a balanced router needs."""
     balance: Section[Balance | None] = default(None)
     """How experts are kept equally loaded. Default: they are not."""
     z_loss: Weight = 0.0
-    """Weight of the router's z-loss, the mean square of the log-sum-exp of its logits; 0.001 is usual."""
+    """Weight of the router's z-loss, the mean square of the log-sum-exp of its logits; usually 0.001."""
 
     @pydantic.model_validator(mode="after")
     def _selects_enough(self) -> Experts:

@@ -66,15 +66,18 @@ def zero_bubble(num_microbatches: int, warm_up: int, delay: int) -> Order:
 
 
 class Schedule(Config):
-    """The settings of every schedule. Subclasses implement `order`."""
+    """The settings of every schedule.
+
+    Subclasses implement `order`.
+    """
 
     num_microbatches: Positive
-    """The number of parts of a batch, which follow each other through the stages."""
+    """The parts of a batch, which follow each other through the stages."""
     chunks: ClassVar[int] = 1
     is_stale: ClassVar[bool] = False
     """Whether gradients are computed at the weights before the last update."""
     cut: Coerced[tuple[Positive, ...] | None, list[int]] = default(None)
-    """The number of layers of each virtual stage, first to last. Default: as even as possible, longer ones first."""
+    """The number of layers of each virtual stage. Default: as even as possible, longer ones first."""
 
     def order(self, stage: int, num_stages: int) -> Order:
         """The operations of `stage`, first to last."""
@@ -234,7 +237,7 @@ class ScheduleFile(Schedule):
     num_chunks: Positive = 1
     """Parts of the model on each stage."""
     fold: bool = False
-    """Whether every second chunk is placed in reverse, like a V; else chunks are assigned round robin."""
+    """Whether chunks are placed like a V; else round robin."""
 
     @property
     def chunks_per_stage(self) -> int:

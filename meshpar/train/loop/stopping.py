@@ -19,10 +19,10 @@ class EarlyStopping(Config):
     metric: str = "loss"
     """Metric of the evaluations: `loss`, or one that a callback returns."""
     best: Literal["lowest", "highest"] = "lowest"
-    """Whether lower or higher values are better. Of `accuracy`, `top_5`, `f1`, `auc`, `r2` and `recall_at_1` higher
-    ones are by default."""
+    """Which values are better. Default: higher ones of `accuracy`, `top_5`, `f1`, `auc`, `r2` and `recall_at_1`, else
+    lower ones."""
     patience: Positive
-    """Number of evaluations in a row without improvement after which the run ends."""
+    """Evaluations in a row without improvement after which the run ends."""
     min_delta: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest change of the metric that counts as an improvement."""
 

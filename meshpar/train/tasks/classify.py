@@ -33,14 +33,12 @@ class Classify(NamedLoss):
 
     kind: Literal["classify"] = "classify"
     label: str = "label"
-    """The array of the classes, integers from 0 on: one for each row. Or a probability for each class, as of mixed
-    images; metrics compare with the most probable one."""
+    """The array of the classes, integers from 0 on; or of a probability for each class, as of mixed images."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the target's probability that is spread evenly over the classes. Evaluations leave it out."""
+    """Fraction of the target's probability that the training spreads evenly over the classes."""
     metrics: Strings = default(("accuracy",))
-    """`accuracy`; `top_5`, or another number; `f1`, of class 1 of two, else the mean over the classes; `auc`, the area
-    under the ROC curve, of more than two classes the mean of each against the rest. The last two are computed from
-    all held-out rows together, as scikit-learn does."""
+    """`accuracy`; `top_5`, or another number; `f1`, of class 1 of two, else the mean of the classes; `auc`, of more
+    than two classes the mean of each against the rest."""
 
     @field_validator("metrics")
     @classmethod

@@ -35,9 +35,9 @@ class Contrastive(NamedLoss):
 
     kind: Literal["contrastive"] = "contrastive"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Divides the products of embeddings, if the model returns no scale. Default: 0.07."""
+    """Divides the products of embeddings if the model returns no scale. Default: 0.07."""
     metrics: Strings = default(("recall_at_1",))
-    """`recall_at_1`, or another number: for how many rows `b` of the row is among the nearest of `a`, of all held-out
+    """`recall_at_1`, or another number: the fraction of rows whose `b` is among the nearest of `a`, of all held-out
     rows."""
 
     @field_validator("metrics")

@@ -35,7 +35,7 @@ class MaskedTokens(NamedLoss):
     mask_id: Count
     """The token that stands for a hidden one."""
     pad_id: Count | None = None
-    """The token that fills rows, which is never chosen. Default: there is none."""
+    """The token that fills rows, which is never chosen."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 0.15
     """The fraction of the tokens that is chosen."""
     vocab_size: Annotated[int, Field(gt=1)]

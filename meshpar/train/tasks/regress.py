@@ -27,12 +27,11 @@ class Regress(NamedLoss):
 
     kind: Literal["regress"] = "regress"
     label: str = "label"
-    """The array of the numbers that are predicted: one or several for each row."""
+    """The array of the numbers that are predicted, one or several a row."""
     error: Literal["squared", "absolute"] = "squared"
-    """What is minimized: the mean of squares, or of absolute values, of a row's errors."""
+    """What is minimized: the mean of a row's squared or absolute errors."""
     metrics: Coerced[tuple[Literal["mse", "rmse", "mae", "r2"], ...], list[str]] = default(("rmse", "mae"))
-    """`mse`, `rmse`, `mae`; `r2`, the fraction of the variance that is explained, which is computed from all held-out
-    rows together, as scikit-learn does."""
+    """`mse`, `rmse`, `mae`; `r2`, the fraction of the variance that is explained."""
 
     @property
     def labels(self) -> tuple[str, ...]:
