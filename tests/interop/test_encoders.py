@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
-import config_classes
 from meshpar import CheckpointError, ConfigError, Run
 from meshpar.errors import Problems
 from meshpar.experiment.prepare import prepare
@@ -28,8 +27,8 @@ from meshpar.interop.encoder_model import EncoderModel, EncoderPretrained, expor
 from meshpar.interop.family_model import VALUE
 from meshpar.interop.family_tensors import module_of, shapes_of
 from meshpar.interop.open_folder import open_folder
+from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders import ENCODERS
-from meshpar.models.encoders.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders.family import Wanted
 from meshpar.verification.trial import Trial
 from tests.interop.encoders import ALL, CASES, END, HEADS, VOCAB, computed_by, config_of, inputs, saved
@@ -113,10 +112,6 @@ def test_control_a_wrong_option_is_seen(tmp_path):
 
 
 # Keys --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_classes_is_that_of_transformers():
-    assert config_classes.text_of_encoders() == config_classes.OF_ENCODERS.read_text()
 
 
 def options_of(config: dict[str, Any], head: str, problems: Problems | None = None) -> Any:

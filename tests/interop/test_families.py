@@ -16,17 +16,17 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
-import config_classes
 from meshpar import AxisRules, MeshLayout, convert
 from meshpar.data import Synthetic
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import architectures
-from meshpar.interop.family_config import class_of, options_of
+from meshpar.interop.family_config import options_of
 from meshpar.interop.family_model import VALUE, FamilyModel, FamilyPretrained, export_family
 from meshpar.interop.family_tensors import shapes_of
 from meshpar.interop.open_folder import open_folder
+from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.families import FAMILIES, REFUSED
 from meshpar.models.families.decoder import FamilyDecoder
 from meshpar.models.families.options import DecoderOptions
@@ -152,10 +152,6 @@ def test_documents_of_a_row_do_not_attend_to_each_other(tmp_path):
 # Keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_classes_is_that_of_transformers():
-    assert config_classes.text_of_families() == config_classes.OF_FAMILIES.read_text()
-
-
 @pytest.mark.parametrize("kind", [kind for kind in BASE if kind not in ("kimi_k2", *OWN)])
 def test_a_missing_key_has_the_default_of_its_own_class(kind, tmp_path):
     """Read from a file without the key, and from the file as transformers completes it: the same options."""
@@ -183,7 +179,7 @@ def other_values() -> list[tuple[str, str]]:
     """Kind and key of each option that is no size."""
     found = []
     for kind in BASE:
-        own = class_of(kind, FAMILIES[kind])
+        own = CONFIG_CLASSES[FAMILIES[kind].called or kind]
         for key, default in own.defaults.items():
             if kind not in ("kimi_k2", *OWN) and type(default) in OTHER and not key.startswith(("output_", "return_")):
                 found.append((kind, key))
@@ -193,7 +189,7 @@ def other_values() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "key"), other_values())
 def test_another_value_of_a_key_is_read_as_transformers_reads_it_or_is_refused(kind, key, tmp_path):
-    default = class_of(kind, FAMILIES[kind]).defaults[key]
+    default = CONFIG_CLASSES[FAMILIES[kind].called or kind].defaults[key]
     config = CASES[kind] | {key: OTHER[type(default)](default)}
     if options_of(config, "", Problems()) is None:
         return
