@@ -31,7 +31,7 @@ def _of(
     aliases: Mapping[str, str] | None = None, beside: Collection[str] = (),
 ) -> ConfigClass:  # fmt: skip
     """A class by what differs from `USUAL`. A key whose default is null may be null, as may those of `nullable`."""
-    defaults = {key: value for key, value in USUAL.items() if key not in without} | own
+    defaults = {**{key: value for key, value in USUAL.items() if key not in without}, **own}
     rotary = {"partial_rotary_factor", "rope_scaling"} if "rope_theta" in defaults else set[str]()
     nulls = {key for key, value in defaults.items() if value is None}
     others = {"per_layer_config", "quantization_config", *rotary, *beside}

@@ -23,9 +23,9 @@ from meshpar.errors import Problems
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from meshpar.interop.encoder_config import encoder_options
-from meshpar.interop.encoder_model import EncoderModel, EncoderPretrained, export_encoder
-from meshpar.interop.family_model import VALUE
-from meshpar.interop.family_tensors import module_of, shapes_of
+from meshpar.interop.encoder_model import EncoderModel, EncoderPretrained
+from meshpar.interop.export import export
+from meshpar.interop.layout import VALUE, module_of, shapes_of
 from meshpar.interop.open_folder import open_folder
 from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders import ENCODERS
@@ -48,7 +48,7 @@ def opened(folder: Path) -> tuple[EncoderPretrained, dict[str, jax.Array]]:
     assert isinstance(pretrained, EncoderPretrained)
     here = SingleDeviceSharding(jax.devices()[0])
     shapes = shapes_of(pretrained.model.options)
-    structs = {path + VALUE: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
+    structs = {path: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
     return pretrained, pretrained.params(structs)
 
 
@@ -96,7 +96,7 @@ def test_what_is_computed_is_transformers_and_the_same_bits_are_written(case, he
     reference = saved(case, head, tmp_path / "read")
     pretrained = check(tmp_path / "read", reference)
     _, params = opened(tmp_path / "read")
-    export_encoder(tmp_path / "written", pretrained.model, params, tmp_path / "read")
+    export(tmp_path / "written", pretrained.model, params, tmp_path / "read")
     before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("read", "written"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(x, after[name]) and x.shape == after[name].shape for name, x in before.items())

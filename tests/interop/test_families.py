@@ -22,9 +22,10 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import architectures
+from meshpar.interop.export import export
 from meshpar.interop.family_config import options_of
-from meshpar.interop.family_model import VALUE, FamilyModel, FamilyPretrained, export_family
-from meshpar.interop.family_tensors import shapes_of
+from meshpar.interop.family_model import FamilyModel, FamilyPretrained
+from meshpar.interop.layout import VALUE, shapes_of
 from meshpar.interop.open_folder import open_folder
 from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.families import FAMILIES, REFUSED
@@ -82,7 +83,7 @@ def opened(folder: Path) -> tuple[FamilyPretrained, dict[str, jax.Array]]:
     assert isinstance(pretrained, FamilyPretrained)
     here = SingleDeviceSharding(jax.devices()[0])
     shapes = shapes_of(pretrained.model.options)
-    structs = {path + VALUE: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
+    structs = {path: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
     return pretrained, pretrained.params(structs)
 
 
@@ -121,7 +122,7 @@ def test_logits_are_those_of_transformers_and_the_same_bits_are_written(case, tm
     assert np.abs(want - want[::-1]).max() > 1e-2
     if case in (*IN_CI[:5], *BASE):
         np.testing.assert_allclose(decoded(model), found, rtol=0, atol=1e-4)
-    export_family(tmp_path / "written", pretrained.model, params, folder)
+    export(tmp_path / "written", pretrained.model, params, folder)
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "written"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(x, after[name]) and x.shape == after[name].shape for name, x in before.items())

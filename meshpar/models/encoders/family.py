@@ -71,7 +71,7 @@ class Stored(Foreign):
 
     dims: Shape = ()
 
-    def shape(self, shapes: dict[str, Shape]) -> Shape:
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         return self.dims
 
     @property
