@@ -219,6 +219,8 @@ def test_another_value_of_a_key_is_read_as_transformers_reads_it_or_is_refused(k
         ("cohere", {"hidden_size": "big"}, "hidden_size", "'big', not a whole number"),
         ("gptj", {"rotary_dim": 3}, "rotary_dim", "in pairs"),
         ("gemma2", {"quantization_config": {"bits": 4}}, "quantization_config", "only null"),
+        ("phi3-longrope", {"original_max_position_embeddings": -1}, "rope_scaling.original_max_position_embeddings",
+         "not a positive"),
         ("nemotron", {"num_hidden_layers": 10**9}, "num_hidden_layers", "not a whole number"),
     ],
 )  # fmt: skip
