@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -205,7 +205,9 @@ class EncoderPretrained(FamilyPretrained):
     def fitted(self, model: ModelContract) -> EncoderPretrained:
         self.check(model)
         assert isinstance(model, EncoderModel)
-        return opened(self.folder, self.config, model)
+        again = opened(self.folder, self.config, model)
+        # The tensors of this folder may have the updates of an adapter.
+        return replace(again, tensors={name: self.tensors.get(name, one) for name, one in again.tensors.items()})
 
 
 def open_encoder(folder: Path, config: dict[str, Any]) -> EncoderPretrained:

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
 from meshpar import AxisRules, MeshLayout, convert
@@ -24,16 +22,15 @@ from meshpar.experiment.prepare import prepare
 from meshpar.interop import architectures
 from meshpar.interop.export import export
 from meshpar.interop.family_config import options_of
-from meshpar.interop.family_model import FamilyModel, FamilyPretrained
-from meshpar.interop.layout import VALUE, shapes_of
+from meshpar.interop.family_model import FamilyModel
 from meshpar.interop.open_folder import open_folder
 from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.families import FAMILIES, REFUSED
 from meshpar.models.families.decoder import FamilyDecoder
-from meshpar.models.families.options import DecoderOptions
 from meshpar.optim import SGD
 from meshpar.verification.trial import Trial
 from tests.interop.families import BASE, CASES, OWN, PUBLISHED
+from tests.interop.modules import built, opened
 from tests.interop.pretrained import loaded, logits, saved_with
 
 ROWS, SEQ, VOCAB = 2, 24, 96
@@ -76,22 +73,6 @@ def wanted(config: dict[str, Any], folder: Path) -> np.ndarray:
     else:
         model = loaded(folder)
     return logits(model, TOKENS)
-
-
-def opened(folder: Path) -> tuple[FamilyPretrained, dict[str, jax.Array]]:
-    pretrained = open_folder(folder)
-    assert isinstance(pretrained, FamilyPretrained)
-    here = SingleDeviceSharding(jax.devices()[0])
-    shapes = shapes_of(pretrained.model.options)
-    structs = {path: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
-    return pretrained, pretrained.params(structs)
-
-
-def built(options: DecoderOptions, params: dict[str, jax.Array]) -> FamilyDecoder:
-    with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(options, rngs=nnx.Rngs(0))))
-    filled = [(path, x.replace(params[".".join(map(str, path)) + VALUE])) for path, x in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def computed(model: FamilyDecoder) -> np.ndarray:
