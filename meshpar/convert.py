@@ -24,16 +24,16 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Init, Precision, Run, load, permit_code
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.experiment.start import from_files
-from meshpar.interop.encoder_model import EncoderModel, export_encoder
+from meshpar.interop.encoder_model import EncoderModel
 from meshpar.interop.export import LARGEST_FILE, check_free, copy_companions, export, whole_or_not
-from meshpar.interop.family_model import FamilyModel, export_family
-from meshpar.interop.family_peft import write_family_adapter
-from meshpar.interop.folder import MODEL_FILES, SOURCE, read_json
-from meshpar.interop.huggingface import CONFIG, Pretrained
+from meshpar.interop.family_model import FamilyModel
+from meshpar.interop.folder import CONFIG, MODEL_FILES, SOURCE, read_json
+from meshpar.interop.huggingface import Pretrained
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of, is_adapter
 from meshpar.interop.peft_export import write_adapter
 from meshpar.mesh.layout import MeshLayout
+from meshpar.models.decoder import DecoderModel
 from meshpar.nn.compressed import dense, dequantized
 from meshpar.optim import AdamW
 from meshpar.parallel.precision import wide_dtype
@@ -184,15 +184,12 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     folder = Path(folder)
     check_free(folder)
     run, params, saved = trained(Path(source))
-    if isinstance(run.model, EncoderModel):
-        export_encoder(folder, run.model, params, _companions(run, saved), largest_file)
-        return
+    companions = _companions(run, saved)
     if isinstance(run.model, FamilyModel):
-        export_family(folder, run.model, params, _companions(run, saved), largest_file)
+        export(folder, run.model, params, companions, largest_file)
         return
     if not (model := run.model.hugging_face()):
         raise CheckpointError(f"{saved.folder} holds {model.because}")
-    companions = _companions(run, saved)
     plain = model.model_copy(update={"weights": None, "low_rank": ()})
     with TemporaryDirectory() as own:
         if companions is None:
@@ -219,17 +216,16 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
     params = flatten_with_paths(nested)
     if run.lora is None:
         raise CheckpointError(f"{saved.folder} was trained without LoRA; export with --format hf")
-    if isinstance(run.model, FamilyModel):
-        base = base or base_of(run, saved.run_dir)
-        write_family_adapter(folder, run.model, run.lora, params, base, _companions(run, saved))
-        return
-    if not (model := run.model.hugging_face()):
+    model = run.model if isinstance(run.model, FamilyModel) else run.model.hugging_face()
+    if not model:
         raise CheckpointError(f"{saved.folder} holds {model.because}")
-    if model.low_rank:
-        raise CheckpointError(f"{saved.folder} adapts a compressed model, which PEFT has not; export with --format hf")
+    if isinstance(model, DecoderModel):
+        if model.low_rank:
+            what = f"{saved.folder} adapts a compressed model, which PEFT has not"
+            raise CheckpointError(f"{what}; export with --format hf")
+        params = dequantized(model.abstract(), params)  # DoRA's magnitudes are norms of the kernels
+        model = model.model_copy(update={"weights": None})
     base = base or base_of(run, saved.run_dir)
-    params = dequantized(model.abstract(), params)  # DoRA's magnitudes are norms of the kernels
-    model = model.model_copy(update={"weights": None})
     write_adapter(folder, model, run.lora, params, base, _companions(run, saved))
 
 

@@ -1,4 +1,4 @@
-"""Writes keys and defaults of transformers' config classes: `config_classes.py` in `meshpar/models` and in `families`.
+"""Writes keys and defaults of transformers' config classes: `meshpar/models/config_classes.py`.
 
 Run it again for another version of transformers: `python scripts/config_classes.py`.
 """
@@ -13,18 +13,18 @@ import re
 import textwrap
 import typing
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 from meshpar.interop.architectures import ARCHITECTURES
 from meshpar.models.encoders import ENCODERS
 from meshpar.models.families import FAMILIES
+from meshpar.models.foreign import WITHOUT_EFFECT
 
 PATH = Path(__file__).parents[1] / "meshpar/models/config_classes.py"
 OF_LLAMA = ("internlm3",)
 """Kinds whose model is that of llama."""
-OF_FAMILIES = PATH.parent / "families/config_classes.py"
-OF_ENCODERS = PATH.parent / "encoders/config_classes.py"
 HEAD = '''\
 """Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes this file.
 
@@ -33,7 +33,7 @@ HEAD = '''\
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 
@@ -41,8 +41,8 @@ class ConfigClass(NamedTuple):
     """A config class.
 
     Args:
-      defaults: key -> the value of a missing key, in the order of the class.
-      nullable: the keys that may be null.
+      defaults: key -> the value of a missing key.
+      nullable: the keys with an effect that may be null.
       aliases: another name of a key -> the key.
       beside: keys that the class does not list, and transformers reads if a config has them.
     """
@@ -54,22 +54,19 @@ class ConfigClass(NamedTuple):
     beside: frozenset[str]
 
 
-# fmt: off
-CONFIG_CLASSES: Mapping[str, ConfigClass] = {
-'''
+def _of(
+    called: str, own: Mapping[str, Any], without: Collection[str] = (), nullable: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None, beside: Collection[str] = (),
+) -> ConfigClass:  # fmt: skip
+    """A class by what differs from `USUAL`. A key whose default is null may be null, as may those of `nullable`."""
+    defaults = {**{key: value for key, value in USUAL.items() if key not in without}, **own}
+    rotary = {"partial_rotary_factor", "rope_scaling"} if "rope_theta" in defaults else set[str]()
+    nulls = {key for key, value in defaults.items() if value is None}
+    others = {"per_layer_config", "quantization_config", *rotary, *beside}
+    return ConfigClass(called, defaults, frozenset(nulls.union(nullable)), aliases or {}, frozenset(others))
 
-
-HEAD_OF_FAMILIES = '''\
-"""Keys and defaults of the config classes of {these}. `scripts/config_classes.py` writes this file."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-from meshpar.models.config_classes import ConfigClass
 
 # fmt: off
-CONFIG_CLASSES: Mapping[str, ConfigClass] = {{
 '''
 
 
@@ -108,49 +105,51 @@ def keys_used(kind: str, how: Literal["getattr", "any"]) -> set[str]:
 
 
 def text() -> str:
-    """The whole file of meshpar's own decoders."""
-    entries = [_entry(kind, *described(kind)) for kind in ARCHITECTURES]
-    return HEAD + "".join(entries) + "}\n"
+    """The whole file."""
+    of_families = [kind for kind, family in FAMILIES.items() if family.called is None and kind not in ARCHITECTURES]
+    of_encoders = [one for kind, family in ENCODERS.items() for one in (kind, *family.parts.values())]
+    found = {kind: described(kind) for kind in (*ARCHITECTURES, *of_families, *of_encoders)}
+    usual = _usual([defaults for _, defaults, *_ in found.values()])
+    table = _wrapped(f"USUAL: Mapping[str, Any] = {usual!r}", 0)
+    entries = "".join(_entry(kind, usual, *parts) for kind, parts in found.items())
+    values = '"""The defaults that many classes have."""'
+    return f"{HEAD}{table}{values}\nCONFIG_CLASSES: Mapping[str, ConfigClass] = {{\n{entries}}}\n"
 
 
-def text_of_families() -> str:
-    """The whole file of the families."""
-    kinds = [kind for kind, family in FAMILIES.items() if family.called is None and kind not in ARCHITECTURES]
-    return (
-        HEAD_OF_FAMILIES.format(these="the families")
-        + "".join(_entry(kind, *described(kind)) for kind in kinds)
-        + "}\n"
-    )
-
-
-def text_of_encoders() -> str:
-    """The whole file of the encoders, with the classes of the parts of a model."""
-    kinds = [one for kind, family in ENCODERS.items() for one in (kind, *family.parts.values())]
-    return (
-        HEAD_OF_FAMILIES.format(these="the encoders")
-        + "".join(_entry(kind, *described(kind)) for kind in kinds)
-        + "}\n"
-    )
+def _usual(classes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The values of keys that a third of the classes have, or more."""
+    counts = Counter((key, repr(value)) for defaults in classes for key, value in defaults.items())
+    values = {(key, repr(value)): value for defaults in classes for key, value in defaults.items()}
+    found: dict[str, Any] = {}
+    for key, written in [one for one, count in counts.most_common() if 3 * count >= len(classes)]:
+        found.setdefault(key, values[key, written])
+    return found
 
 
 def _entry(
-    kind: str, called: str, defaults: dict[str, Any], nullable: list[str], aliases: dict[str, str], beside: list[str]
-) -> str:
-    parts = [
-        f"{called!r},",
-        f"{defaults!r},",
-        f"frozenset({nullable!r}),",
-        f"{aliases!r},",
-        f"frozenset({beside!r}),",
-    ]
-    wrapped = [
-        textwrap.fill(part, 118, initial_indent=" " * 8, subsequent_indent=" " * 9, break_long_words=False)
-        for part in parts
-    ]
-    return "\n".join([f"    {kind!r}: ConfigClass(", *wrapped, "    ),", ""]).replace("'", '"')
+    kind: str, usual: dict[str, Any], called: str, defaults: dict[str, Any], nullable: list[str],
+    aliases: dict[str, str], beside: list[str],
+) -> str:  # fmt: skip
+    """A line of the table: what the class has in other ways than usual, and what `_of` cannot tell."""
+    own = {key: value for key, value in defaults.items() if key not in usual or repr(usual[key]) != repr(value)}
+    by_rule = {"per_layer_config", "quantization_config", "partial_rotary_factor", "rope_scaling"}
+    more: dict[str, Any] = {
+        "without": [key for key in usual if key not in defaults],
+        "nullable": [key for key in nullable if defaults[key] is not None and key not in WITHOUT_EFFECT],
+        "aliases": aliases,
+        "beside": [key for key in beside if key not in by_rule],
+    }
+    arguments = [repr(called), repr(own), *(f"{name}={value!r}" for name, value in more.items() if value)]
+    return _wrapped(f"{kind!r}: _of({', '.join(arguments)}),", 4)
+
+
+def _wrapped(text: str, indent: int) -> str:
+    text = text.replace("'", '"')
+    start = " " * indent
+    return textwrap.fill(
+        text, 118, initial_indent=start, subsequent_indent=f"{start}    ", break_long_words=False
+    ) + "\n"  # fmt: skip
 
 
 if __name__ == "__main__":
     PATH.write_text(text())
-    OF_FAMILIES.write_text(text_of_families())
-    OF_ENCODERS.write_text(text_of_encoders())

@@ -8,9 +8,8 @@ from typing import Any
 from meshpar.errors import Problems, excerpt
 from meshpar.interop import architectures
 from meshpar.interop.family_config import check_unread
-from meshpar.models.config_classes import ConfigClass
+from meshpar.models.config_classes import CONFIG_CLASSES, ConfigClass
 from meshpar.models.encoders import ENCODERS
-from meshpar.models.encoders.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders.family import EncoderFamily, HeadName, Options, Wanted
 from meshpar.models.families.keys import Keys
 from meshpar.models.foreign import Json

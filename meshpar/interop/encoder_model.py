@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jax
 import numpy as np
 import pydantic
 from pydantic import Field
@@ -24,17 +23,10 @@ from meshpar.interop.encoder_config import (
     encoder_family,
     encoder_options,
 )
-from meshpar.interop.export import LARGEST_FILE
-from meshpar.interop.family_model import (
-    FamilyModel,
-    FamilyPretrained,
-    check_layers,
-    kept_config,
-    raise_as_values,
-    write_model,
-)
-from meshpar.interop.family_tensors import expected, places_of, split
-from meshpar.interop.huggingface import CONFIG, compare_one, tensors_of
+from meshpar.interop.family_model import FamilyModel, FamilyPretrained, check_layers, raise_as_values
+from meshpar.interop.folder import CONFIG, tensors_of
+from meshpar.interop.huggingface import compare_one
+from meshpar.interop.layout import Layout
 from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract, Task, Unsupported, Vocabulary
 from meshpar.models.encoders.family import EncoderFamily, HeadName, Options, Wanted
@@ -176,6 +168,23 @@ class EncoderModel(FamilyModel):
             what = "an encoder reads whole rows, and predicts no next token"
             problems.add("loss.kind = next_token", what, f"loss.kind={losses[0]}")
 
+    def exported(self, kept: dict[str, Any] | None) -> tuple[dict[str, Any], Layout]:
+        """See `FamilyModel`. The file names the class and the classes of this model's head."""
+        config, wanted = self.config, self.wanted
+        if kept and encoder_family(kept) is self.family:
+            config = kept if encoder_options(kept, wanted, "", Problems()) == self.options else config
+        own = described(config, self.family)
+        is_bare = wanted.head in ("hidden", "pairs")
+        head: HeadName = "hidden" if is_bare and "hidden" in self.family.classes else wanted.head
+        if own.head != head or "architectures" not in config:
+            config = config | {"architectures": [self.family.classes[head]]}
+        if wanted.head == "classify" and own.num != wanted.num:
+            labels = [f"LABEL_{i}" for i in range(wanted.num)]
+            config = {key: value for key, value in config.items() if key != "num_labels"}
+            config |= {"id2label": {str(i): one for i, one in enumerate(labels)},
+                       "label2id": {one: i for i, one in enumerate(labels)}}  # fmt: skip
+        return config, self.layout.without(self.family.prefix) if is_bare else self.layout
+
     def causal(self, seq_len: int) -> Any:
         raise ConfigError(
             f"model.kind = encoder: {self.config['model_type']} reads whole rows, and generates no text; "
@@ -191,17 +200,14 @@ class EncoderPretrained(FamilyPretrained):
 
     def _is_model(self, model: EncoderModel) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether the towers are the same; the heads may differ."""
-        own = encoder_options(self.config, model.wanted, "", Problems())
-        return own == model.options
+        return encoder_options(self.config, model.wanted, "", Problems()) == model.options
 
     def fitted(self, model: ModelContract) -> EncoderPretrained:
         self.check(model)
         assert isinstance(model, EncoderModel)
-        return opened(self.folder, self.config, model)
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for path, part in self._parts.items() if part.name in self.tensors]
+        again = opened(self.folder, self.config, model)
+        # The tensors of this folder may have the updates of an adapter.
+        return replace(again, tensors={name: self.tensors.get(name, one) for name, one in again.tensors.items()})
 
 
 def open_encoder(folder: Path, config: dict[str, Any]) -> EncoderPretrained:
@@ -229,23 +235,21 @@ def opened(folder: Path, config: dict[str, Any], model: EncoderModel) -> Encoder
     given = tensors_of(folder, problems)
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     check_layers(folder, len(model.options.layers), given)
-    family = model.family
-    places = places_of(model.options, family)
-    tensors = split(_named(given, family), places)
-    wanted = expected(model.options, places)
+    family, layout = model.family, model.layout
+    tensors = layout.flat(_named(given, family))
     is_own = described(config, family) == Described(model.wanted.head, model.wanted.num)
-    heads = {place.name for place in places if place.foreign.parts[0].startswith("head.")}
-    left_out = _left_out(tensors, wanted, family)
-    for name, shape in wanted.items():
+    heads = {place.name for place in layout.places if place.foreign.parts[0].startswith("head.")}
+    left_out = _left_out(tensors, layout.expected, family)
+    for name, shape in layout.expected.items():
         if is_own or name not in heads:
             compare_one(name, tensors.get(name), shape, model, problems)
         elif name in tensors and tensors[name].shape != shape:
             left_out.append(name)
-    for name in tensors.keys() - wanted.keys() - {*left_out}:
+    for name in tensors.keys() - layout.expected.keys() - {*left_out}:
         problems.add(name, f"is in {tensors[name].file.name}, but is no parameter of this model")
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
-    taken = {name: tensors[name] for name in wanted if name in tensors and name not in left_out}
-    return EncoderPretrained(folder, config, model, taken, left_out=tuple(sorted(left_out)))
+    taken = {name: tensors[name] for name in layout.expected if name in tensors and name not in left_out}
+    return EncoderPretrained(folder, config, model, layout, taken, left_out=tuple(sorted(left_out)))
 
 
 def _named(given: Mapping[str, Tensor], family: EncoderFamily) -> dict[str, Tensor]:
@@ -263,34 +267,3 @@ def _left_out(tensors: Mapping[str, Tensor], wanted: Mapping[str, Shape], family
     """The tensors of other heads, copies of the embedding, and buffers."""
     others = [BUFFER, TIED, *map(re.compile, family.others)]
     return [name for name in tensors if name not in wanted and any(one.fullmatch(name) for one in others)]
-
-
-def export_encoder(
-    folder: Path, model: EncoderModel, params: Mapping[str, jax.Array], companions: Path | None,
-    largest_file: int = LARGEST_FILE,
-) -> None:  # fmt: skip
-    """Writes an encoder as a folder, see `export.export`.
-
-    Args:
-      companions: a folder with the `config.json` that the model was read from, and its tokenizer's files.
-    """
-    config = _config(model, kept_config(companions))
-    prefix = model.family.prefix if model.wanted.head in ("hidden", "pairs") else ""
-    write_model(folder, model, config, params, companions, largest_file, without=prefix)
-
-
-def _config(model: EncoderModel, kept: dict[str, Any] | None) -> dict[str, Any]:
-    """The file that the model was read from, with the class and the classes of the model if they are others."""
-    config, wanted = model.config, model.wanted
-    if kept and encoder_family(kept) is model.family:
-        config = kept if encoder_options(kept, wanted, "", Problems()) == model.options else config
-    own = described(config, model.family)
-    head: HeadName = "hidden" if wanted.head == "pairs" and "hidden" in model.family.classes else wanted.head
-    if own.head != head or "architectures" not in config:
-        config = config | {"architectures": [model.family.classes[head]]}
-    if wanted.head == "classify" and own.num != wanted.num:
-        labels = [f"LABEL_{i}" for i in range(wanted.num)]
-        config = {key: value for key, value in config.items() if key != "num_labels"}
-        config |= {"id2label": {str(i): one for i, one in enumerate(labels)},
-                   "label2id": {one: i for i, one in enumerate(labels)}}  # fmt: skip
-    return config

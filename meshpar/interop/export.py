@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,11 +17,11 @@ import numpy as np
 from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.errors import CheckpointError, Problems
 from meshpar.interop import architectures
-from meshpar.interop.folder import MODEL_FILES, SOURCE, check_inside, read_json
-from meshpar.interop.huggingface import CONFIG, INDEX, WEIGHTS, layer_shapes, names_of, numbered
+from meshpar.interop.family_model import FamilyModel
+from meshpar.interop.folder import CONFIG, INDEX, MODEL_FILES, SOURCE, WEIGHTS, check_inside, read_json
+from meshpar.interop.layout import Layout, decoder_layout
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import Foreign, Shape
 from meshpar.regular_files import open_regular
 
 LARGEST_FILE = 5 * 10**9
@@ -35,7 +34,7 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
 
 def export(
     folder: Path,
-    model: DecoderModel,
+    model: DecoderModel | FamilyModel,
     params: Mapping[str, jax.Array],
     companions: Path | None = None,
     largest_file: int = LARGEST_FILE,
@@ -52,14 +51,14 @@ def export(
     Raises:
       CheckpointError: the folder exists; or no supported architecture describes the model.
     """
-    config = config_of(model, companions)
+    config, layout = exported(model, companions)
     dtype = np.dtype(next(iter(params.values())).dtype)
     config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype.name}
-    tensors = list(_tensors(model, config["model_type"], params, dtype))
+    tensors = list(layout.written(params, dtype))
     with whole_or_not(folder) as made:
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(companions, made)
-        write_files(made, tensors, largest_file)
+        _write_files(made, tensors, largest_file)
 
 
 @contextmanager
@@ -122,8 +121,8 @@ def copy_companions(source: Path | None, to: Path, patterns: Sequence[str] = COM
     problems.raise_any(CheckpointError, f"the tokenizer of {source} cannot be copied:")
 
 
-def config_of(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
-    """The `config.json` of a model.
+def exported(model: DecoderModel | FamilyModel, companions: Path | None) -> tuple[dict[str, Any], Layout]:
+    """The `config.json` of a model, and the tensors that it describes.
 
     Args:
       companions: see `export`.
@@ -134,37 +133,16 @@ def config_of(model: DecoderModel, companions: Path | None) -> dict[str, Any]:
     problems = Problems()
     read = read_json(companions, CONFIG, problems) if companions and (companions / CONFIG).exists() else None
     problems.raise_any(CheckpointError, f"{companions} cannot be read:")
+    if isinstance(model, FamilyModel):
+        return model.exported(read)
     config = architectures.write(model, read)
     if config is None:
         known = ", ".join(architectures.ARCHITECTURES)
         raise CheckpointError(f"none of the supported architectures computes what this model does: {known}")
-    return config
+    return config, decoder_layout(model, config["model_type"])
 
 
-def _tensors(model: DecoderModel, kind: str, params: Mapping[str, jax.Array], dtype: np.dtype) -> Iterator[Written]:
-    shapes = layer_shapes(model)
-    for name, foreign in names_of(model, kind):
-        for place, complete in numbered(name, foreign, model):
-            make = partial(tensor_of, foreign, shapes, params, place)
-            yield Written(complete, dtype, foreign.shape(shapes), make)
-
-
-def tensor_of(
-    foreign: Foreign, shapes: Mapping[str, Shape], params: Mapping[str, jax.Array], place: tuple[int, ...]
-) -> np.ndarray:
-    """One tensor of a folder. `place` indexes the layer and the expert of its parameters, if they are stacked."""
-    parts = []
-    for path in foreign.parts:
-        param = params[path][place]
-        without_padding = tuple(slice(0, size) for size in shapes[path])
-        part = np.asarray(jax.device_get(param))[without_padding]
-        size_in = int(np.prod(shapes[path][: foreign.inputs]))
-        parts.append(part.reshape(size_in, -1) if foreign.inputs else part.reshape(-1))
-    tensor = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-    return tensor.T if foreign.outputs_first else tensor
-
-
-def write_files(folder: Path, tensors: list[Written], largest_file: int) -> None:
+def _write_files(folder: Path, tensors: list[Written], largest_file: int) -> None:
     files = _files(tensors, largest_file)
     if len(files) == 1:
         write(folder / WEIGHTS, files[0])

@@ -6,10 +6,8 @@ import json
 
 from meshpar.errors import Problems, excerpt, nearest
 from meshpar.interop import architectures
-from meshpar.models import config_classes
-from meshpar.models.config_classes import ConfigClass
+from meshpar.models.config_classes import CONFIG_CLASSES, ConfigClass
 from meshpar.models.families import FAMILIES, REFUSED
-from meshpar.models.families.config_classes import CONFIG_CLASSES
 from meshpar.models.families.family import Family
 from meshpar.models.families.keys import ORIGINAL, Keys
 from meshpar.models.families.options import DecoderOptions
@@ -46,7 +44,7 @@ def options_of(config: Json, where: str, problems: Problems) -> DecoderOptions |
         problems.add(f"{where}: model_type", f"{excerpt(repr(kind))} {why}", fix)
         return None
     found = Problems()
-    own = class_of(str(kind), family)
+    own = CONFIG_CLASSES[family.called or str(kind)]
     read = {key: value for key, value in config.items() if key not in family.computed}
     given = architectures.completed(read, own, found)
     if ORIGINAL in config and ORIGINAL not in own.defaults:  # which transformers reads from any config
@@ -58,11 +56,6 @@ def options_of(config: Json, where: str, problems: Problems) -> DecoderOptions |
     architectures.check_layer_types(config, own, window, len(options.layers), found)
     problems.extend(found, f"{where}: ")
     return None if found else options
-
-
-def class_of(kind: str, family: Family) -> ConfigClass:
-    name = family.called or kind
-    return CONFIG_CLASSES.get(name) or config_classes.CONFIG_CLASSES[name]
 
 
 def check_unread(keys: Keys, own: ConfigClass) -> None:

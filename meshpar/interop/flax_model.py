@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Literal
@@ -17,20 +17,17 @@ from pydantic import Field
 from meshpar.config import Strings, Target, default
 from meshpar.errors import ConfigError, Problems, suggestion
 from meshpar.interop import user_code
-from meshpar.interop.adapters import Adapters, with_rank
+from meshpar.interop.assembled import assembled
 from meshpar.interop.causal import Causal, linen_functions, nnx_functions
 from meshpar.interop.declared import changing, lazily, unboxed
-from meshpar.interop.inferred import INFER, OF_SHARDS, with_inferred
-from meshpar.interop.kinds import kinds_of
-from meshpar.interop.losses import on_batch, takes, with_loss_sums
+from meshpar.interop.inferred import INFER, OF_SHARDS
+from meshpar.interop.losses import takes
 from meshpar.interop.modes import mode
-from meshpar.interop.module import functions
+from meshpar.interop.module import Functions, functions
 from meshpar.interop.named_loss import ModelCall
-from meshpar.interop.specs import Init, arrays_of, check_axes, specs_of, with_axes
+from meshpar.interop.specs import Init, check_axes, specs_of
 from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.data import gather_in_layer
-from meshpar.sharding.resolve import with_largest
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
 from meshpar.train.tasks import NamedLoss
@@ -99,45 +96,15 @@ class Import(ModelContract):
         with user_code.blamed(self.target):
             user = self._functions(task, arrays)
             dims = {} if self.dims == INFER else self.dims
-            specs, carried, keys = specs_of(user.init, user.carried, task.seed, dims, self.axes)
-        key = jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None
-        as_sums = partial(with_loss_sums, carries=bool(carried), keys=keys, axes=self.axes)
-        if self.dims == INFER:
-            specs = with_inferred(as_sums(user.loss, (specs, arrays, carried)), specs, arrays, key, carried)
-        specs = with_largest(specs, task.rules, task.mesh) if task.mesh else specs
-        on_shards = partial(_gathered, dims=jax.tree.map(lambda spec: spec.dims, specs)) if self.manual else _as_is
-        given = {"specs": (specs, arrays, carried), "carries": bool(carried), "keys": keys, "axes": self.axes}
-        as_sums = partial(as_sums, specs=given["specs"])
-        init, rules = arrays_of(user.init, self.axes), with_axes(task.rules, self.axes, (specs, carried))
-        sums = as_sums(on_shards(user.loss))
-        is_next_token = task.loss.target is None and task.named is None
-        evaluated = as_sums(on_shards(user.evaluation), returns_carried=is_next_token)
-        of_rows = user.of_rows and on_batch(user.of_rows, **given)
-        merged = None
-        if task.adapter:
-            kinds = kinds_of(sums, specs, arrays, key, carried)
-            adapters = Adapters.of(task.adapter, specs, kinds)
-            specs, init, rules = adapters.specs(specs), adapters.init(init), with_rank(rules)
-            sums, evaluated = adapters.loss(sums), adapters.loss(evaluated)
-            of_rows = of_rows and adapters.loss(of_rows)
-            merged = adapters.merged_by_path
-        return ModelProgram(
-            specs=specs,
-            init=init,
-            loss=sums,
-            evaluation=evaluated,
-            rules=rules,
-            uses_rng=user.draws,
-            carried=carried,
-            init_carried=arrays_of(user.carried, self.axes),
-            activation_dims=self.activation_dims,
-            is_of_whole_arrays=not self.manual,
-            of_rows=of_rows,
-            bounds=user.bounds,
-            merged=merged,
-        )
+            found = specs_of(user.init, user.carried, task.seed, dims, self.axes)
+        program, _ = assembled(
+            user, found, arrays, task.rules, axes=self.axes, mesh=task.mesh, infers=self.dims == INFER,
+            key=jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None, lora=task.adapter,
+            gathers=self.manual, returns_carried=task.loss.target is None and task.named is None,
+        )  # fmt: skip
+        return replace(program, activation_dims=self.activation_dims, is_of_whole_arrays=not self.manual)
 
-    def _functions(self, task: Task, arrays: Mapping[str, ArraySpec]) -> _Functions:
+    def _functions(self, task: Task, arrays: Mapping[str, ArraySpec]) -> Functions:
         """The functions of parameters that the task needs of the model.
 
         Args:
@@ -148,20 +115,19 @@ class Import(ModelContract):
         if task.named:
             return _of_named(self, task.named, arrays)
         if own is not None and is_model_loss(own):
-            return _of_module(self, own, arrays)
+            return functions(self.module(), own, None, _zeros(arrays))
         if task.arrays is not None:
             name = (target or "").rpartition(":")[2] or "loss"
             fix = f"def {name}(model, batch), or (model, batch, key); or a loss by name, loss=classify"
             raise ConfigError(f"loss: the loss of rows of arrays is your own, or has a name; {fix}")
         user = self.built(task.seq_len)
-        init, carried = user.init, user.carried
-        structs = jax.eval_shape(lazily(carried), jax.random.key(task.seed))
-        carries = bool(jax.tree.leaves(structs))
+        structs = jax.eval_shape(lazily(user.carried), jax.random.key(task.seed))
+        carried = user.carried if jax.tree.leaves(structs) else None
         if target is None:
-            loss, evaluation = self._next_token_losses(user, task, structs if carries else {})
-            return _Functions(init, carried, loss, evaluation, draws=user.draws)
-        loss = _own(target, user.module, carries)
-        return _Functions(init, carried, loss, loss, draws=True)
+            loss, evaluation = self._next_token_losses(user, task, structs if carried else {})
+            return Functions(user.init, loss, evaluation, carried, user.draws)
+        loss = _own(target, user.module, carried is not None)
+        return Functions(user.init, loss, loss, carried, draws=True)
 
     def vocabulary(self) -> Vocabulary | Unsupported:
         return Unsupported(f"{self.target} is imported")
@@ -241,27 +207,6 @@ class Import(ModelContract):
 
 
 @dataclass(frozen=True)
-class _Functions:
-    """A model and its losses as functions of parameters.
-
-    Args:
-      init, carried: see `_Model`.
-      loss, evaluation: (params, batch, key), or (params, batch, key, carried).
-      draws: whether the loss gets a key.
-      of_rows: (params, batch, key, carried) -> what metrics of all rows together need; None if there are none.
-      bounds: array of labels -> the number of classes.
-    """
-
-    init: Init
-    carried: Init
-    loss: Callable[..., Any]
-    evaluation: Callable[..., Any]
-    draws: bool
-    of_rows: Callable[..., Any] | None = None
-    bounds: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Model:
     """A user's model in Linen or NNX.
 
@@ -278,22 +223,6 @@ class _Model:
     carried: Init
     apply: Callable[..., tuple[jax.Array, Any]]
     draws: bool = False
-
-
-def _as_is(loss: Callable[..., Any]) -> Callable[..., Any]:
-    return loss
-
-
-def _gathered(loss: Callable[..., Any], dims: Any) -> Callable[..., Any]:
-    """Wraps a loss so that parameters stored in shards are gathered before its forward, in the manual lowering.
-
-    Memory: all gathered parameters at once, as under ZeRO-2.
-    """
-
-    def gathered_loss(params: Any, *arguments: Any) -> Any:
-        return loss(gather_in_layer(params, dims), *arguments)
-
-    return gathered_loss
 
 
 def _next_token(model: Import, user: _Model, build: Callable[..., Loss], is_training: bool) -> Callable[..., LossSums]:
@@ -336,35 +265,33 @@ def is_model_loss(loss: Callable[..., Any]) -> bool:
     return (takes(loss, 2) or takes(loss, 3)) and not takes(loss, 4) and names[1:2] != ["params"]
 
 
-def _of_module(model: Import, loss: Callable[..., Any], arrays: Mapping[str, ArraySpec]) -> _Functions:
-    """The functions of a loss (model, batch) or (model, batch, key)."""
-    example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
-    found = functions(model.module(), loss, None, example)
-    carried = found.carried or (lambda key: {})
-    return _Functions(found.init, carried, found.loss, found.evaluation, found.draws)
+def _zeros(arrays: Mapping[str, ArraySpec]) -> dict[str, jax.Array]:
+    return {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
 
 
-def _of_named(model: Import, loss: NamedLoss, arrays: Mapping[str, ArraySpec]) -> _Functions:
+def _of_named(model: Import, loss: NamedLoss, arrays: Mapping[str, ArraySpec]) -> Functions:
     """The functions of a loss by name."""
     module = model.module()
     call = ModelCall.of(module, model.target, model.inputs)
-    example = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in arrays.items()}
+    example = _zeros(arrays)
     found = functions(module, call.trained(loss), call.evaluated(loss), example)
+
+    evaluated: Any = found.evaluation
 
     def outputs(key: jax.Array) -> Any:
         carried = (found.carried(key),) if found.carried else ()
         params, *others = unboxed((lazily(found.init)(key), *carried))
-        return found.evaluation(params, example, None, *others)[2]
+        return evaluated(params, example, None, *others)[2]
 
     def evaluation(*arguments: Any) -> LossSums:
-        return found.evaluation(*arguments)[0]
+        return evaluated(*arguments)[0]
 
     def of_rows(*arguments: Any) -> dict[str, jax.Array]:
-        return found.evaluation(*arguments)[1]
+        return evaluated(*arguments)[1]
 
     bounds = loss.bounds(jax.eval_shape(lazily(outputs), jax.random.key(0)))
-    carried = found.carried or (lambda key: {})
-    return _Functions(found.init, carried, found.loss, evaluation, True, of_rows if loss.row_metrics else None, bounds)
+    of_all = of_rows if loss.row_metrics else None
+    return replace(found, evaluation=evaluation, draws=True, of_rows=of_all, bounds=bounds)
 
 
 def _builder(model: Import) -> Callable[..., Any]:

@@ -73,10 +73,12 @@ def _of_rows(model: Import, task: Task, arrays: Mapping[str, ArraySpec]) -> Forw
         return call.outputs(user, inputs, labels)
 
     found = functions(module, outputs, outputs, example)
+    evaluated = found.evaluation
+    assert evaluated is not None
 
     def apply(params: Any, carried: Any, inputs: Mapping[str, jax.Array]) -> Any:
         with user_code.blamed(model.target):
-            return found.evaluation(params, inputs, None, *([carried] if found.carried else []))
+            return evaluated(params, inputs, None, *([carried] if found.carried else []))
 
     return Forward(apply, *_structs(found.init, found.carried or (lambda key: {})), given)
 

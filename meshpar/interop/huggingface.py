@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,18 +18,14 @@ import numpy as np
 from meshpar.config import flatten
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.interop import architectures
-from meshpar.interop.folder import check_inside, read_json
-from meshpar.interop.safetensors import Tensor, tensors_in
+from meshpar.interop.folder import CONFIG, read_json, tensors_of
+from meshpar.interop.layout import Index, Layout, TensorPart, decoder_layout
+from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import EXPERT, LAYER, Foreign, Shape
-from meshpar.nn.describe import describe
-from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS
-from meshpar.tree import flatten_with_paths
+from meshpar.models.foreign import EXPERT, Shape
+from meshpar.nn.layer_loops import BLOCKS
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HEAD = "lm_head.weight"
 # Buffers that older versions of transformers saved with the parameters: masks and rotary frequencies. They are ignored.
@@ -49,22 +44,6 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """The place of one of our parameters in the tensors of a folder.
-
-    Args:
-      name: of the tensor, see `Names`.
-      shape: of the parameter in one layer and expert, without padding of the vocabulary.
-      begin: index of the parameter's first output in the tensor.
-    """
-
-    name: str
-    foreign: Foreign
-    shape: Shape
-    begin: int
-
-
-@dataclass(frozen=True)
 class Pretrained:
     """A checked folder: its config is supported, and its files hold every tensor, with the right shape.
 
@@ -78,6 +57,7 @@ class Pretrained:
     folder: Path
     config: dict[str, Any]
     model: DecoderModel
+    layout: Layout
     tensors: Mapping[str, Tensor]
     is_upcycled: bool = False
     left_out: tuple[str, ...] = ()
@@ -89,6 +69,11 @@ class Pretrained:
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += math.prod(tensor.shape)
         return max(sizes, key=sizes.__getitem__)
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the parameters that the folder holds."""
+        return list(self._parts)
 
     def params(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Reads our parameters sharded. A shard that several devices of a process hold is read once.
@@ -108,37 +93,51 @@ class Pretrained:
         def shard(index: Any) -> np.ndarray:
             ranges = tuple(dim.indices(size)[:2] for dim, size in zip(index, struct.shape, strict=True))
             if ranges not in shards:
-                shards[ranges] = self._shard(self._parts[path], [slice(*dim) for dim in ranges], struct.dtype)
+                shards[ranges] = self._shard(path, [slice(*dim) for dim in ranges], struct.dtype)
             return shards[ranges]
 
         return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
 
-    def _shard(self, part: TensorPart, index: list[slice], dtype: np.dtype) -> np.ndarray:
+    @cached_property
+    def _parts(self) -> dict[str, tuple[Shape, dict[Index, TensorPart]]]:
+        """Path -> the shape of the parameter, and the tensors that it is read from."""
+        found: dict[str, tuple[Shape, dict[Index, TensorPart]]] = {}
+        for path, parts in self.layout.parts.items():
+            mlp = "blocks.mlp."
+            in_run = path.replace(mlp, f"{mlp}experts.") if self.is_upcycled else path
+            if all(part.name in self.tensors for part in parts.values()):
+                found[in_run] = self.layout.shapes[path], parts
+        return found
+
+    def _shard(self, path: str, index: list[slice], dtype: np.dtype) -> np.ndarray:
         """A shard of a parameter, with zeros in its padding."""
+        shape, parts = self._parts[path]
         shard = np.zeros([dim.stop - dim.start for dim in index], dtype)
-        numbers = [numbers[index.pop(0)] for _, numbers in _numbers(part.name, part.foreign, self.model)]
-        index = index[len(index) - len(part.shape) :]  # all experts of an upcycled MLP are equal
-        stored = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, part.shape, strict=True)]
+        stacked = [range(dim.start, dim.stop) for dim in index[: len(next(iter(parts)))]]
+        index = index[len(index) - len(shape) :]  # all experts of an upcycled MLP are equal
+        stored = [slice(dim.start, min(dim.stop, size)) for dim, size in zip(index, shape, strict=True)]
         into = tuple(slice(0, max(0, dim.stop - dim.start)) for dim in stored)
         if any(not dim.stop for dim in into):
             return shard
-        for place in np.ndindex(*map(len, numbers)):
-            name = _filled(part.name, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
-            shard[place][(..., *into)] = self._block(part, name, stored)
+        for here in np.ndindex(*map(len, stacked)):
+            part = parts.get(tuple(chosen[i] for chosen, i in zip(stacked, here, strict=True)))
+            if part is not None:  # a layer that is no padding
+                shard[(*here, ..., *into)] = self._block(part, shape, stored)
         return shard
 
-    def _block(self, part: TensorPart, name: str, index: list[slice]) -> np.ndarray:
+    def _block(self, part: TensorPart, shape: Shape, index: list[slice]) -> np.ndarray:
         """A slice of one layer's parameter, in the dtype of the file."""
         num = part.foreign.inputs
-        inputs, sizes_in = _flat(index[:num], part.shape[:num])
-        outputs, sizes_out = _flat(index[num:], part.shape[num:])
+        inputs, sizes_in = _flat(index[:num], shape[:num])
+        outputs, sizes_out = _flat(index[num:], shape[num:])
         outputs = slice(part.begin + outputs.start, part.begin + outputs.stop)
+        tensor = self.tensors[part.name]
         if not num:
-            block = self.tensors[name].read(outputs)
+            block = tensor.read(outputs)
         elif part.foreign.outputs_first:
-            block = self.tensors[name].read(outputs, inputs).T
+            block = tensor.read(outputs, inputs).T
         else:
-            block = self.tensors[name].read(inputs, outputs)
+            block = tensor.read(inputs, outputs)
         # Dims that Hugging Face stores as one are split here; the first of each group was sliced in the file.
         rest = tuple(slice(None) if dim in (0, num) else part for dim, part in enumerate(index))
         return block.reshape((*sizes_in, *sizes_out))[rest]
@@ -190,40 +189,6 @@ class Pretrained:
             problems.add("model.experts.shared", what, "model.experts.shared=0")
         return model.model_copy(update={"experts": None, "intermediate_size": width})
 
-    @property
-    def prefix(self) -> str:
-        """That of the names of all tensors but the output projection's."""
-        return _prefix(names_of(self.model, self.config["model_type"]))
-
-    @property
-    def transposed(self) -> set[str]:
-        """The names of the matrices that are stored as [in, out]."""
-        named = names_of(self.model, self.config["model_type"])
-        return {
-            complete
-            for name, foreign in named
-            if foreign.inputs and not foreign.outputs_first
-            for _, complete in numbered(name, foreign, self.model)
-        }
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of the parameters."""
-        return list(self._parts)
-
-    @cached_property
-    def _parts(self) -> dict[str, TensorPart]:
-        shapes = layer_shapes(self.model)
-        found: dict[str, TensorPart] = {}
-        for name, foreign in names_of(self.model, self.config["model_type"]):
-            begin = 0
-            for path in foreign.parts:
-                mlp = "blocks.mlp."
-                in_run = path.replace(mlp, f"{mlp}experts.") if self.is_upcycled else path
-                found[in_run] = TensorPart(name, foreign, shapes[path], begin)
-                begin += math.prod(shapes[path][foreign.inputs :])
-        return found
-
 
 def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
     """The slice of a group of dims that the file stores as one dim, and the shape of the group in this slice."""
@@ -231,58 +196,6 @@ def _flat(index: list[slice], sizes: Shape) -> tuple[slice, Shape]:
         return slice(0, 1), ()
     rest = math.prod(sizes[1:])
     return slice(index[0].start * rest, index[0].stop * rest), (index[0].stop - index[0].start, *sizes[1:])
-
-
-def names_of(model: DecoderModel, kind: str) -> list[tuple[str, Foreign]]:
-    """The names of a model's tensors: the names of its architecture, for the parameters that the model has.
-
-    A name of `Names` occurs once for each stack of layers that has its parameters.
-    """
-    shapes = layer_shapes(model)
-    found: list[tuple[str, Foreign]] = []
-    for name, foreign in architectures.ARCHITECTURES[kind].names.items():
-        for stack in (BLOCKS, DENSE_BLOCKS) if LAYER in name else (BLOCKS,):
-            parts = tuple(_in_stack(path, stack) for path in foreign.parts)
-            if parts[0] in shapes:
-                found.append((name, replace(foreign, parts=parts)))
-    return found
-
-
-def _in_stack(path: str, stack: str) -> str:
-    prefix = f"{BLOCKS}."
-    return f"{stack}.{path.removeprefix(prefix)}" if path.startswith(prefix) else path
-
-
-def layer_shapes(model: DecoderModel) -> dict[str, Shape]:
-    """Path -> shape of a parameter, of one layer and one expert, without padding of the vocabulary."""
-    plain = model.model_copy(update={"pad_vocab_to_multiple": 1})
-    specs = flatten_with_paths(describe(plain.abstract()))
-    return {path: spec.shape[sum(dim in _NUMBERED for dim in spec.dims[:2]) :] for path, spec in specs.items()}
-
-
-_NUMBERED = ("layers", "experts")
-"""The leading dims of our parameters. Hugging Face stores a tensor for each index along them."""
-
-
-def numbered(name: str, foreign: Foreign, model: DecoderModel) -> Iterator[tuple[tuple[int, ...], str]]:
-    """For each layer and expert, the place of a tensor in our stacked parameters, and its complete name."""
-    numbers = [chosen for _, chosen in _numbers(name, foreign, model)]
-    for place in np.ndindex(*map(len, numbers)):
-        yield place, _filled(name, [chosen[i] for chosen, i in zip(numbers, place, strict=True)])
-
-
-def _numbers(name: str, foreign: Foreign, model: DecoderModel) -> list[tuple[str, Sequence[int]]]:
-    """The marks in a name, and the numbers that replace them, in the order of our stacked parameters."""
-    stack = foreign.parts[0].partition(".")[0]
-    numbers = ((LAYER, model.layers_in(stack)), (EXPERT, range(model.experts.num if model.experts else 0)))
-    return [(mark, chosen) for mark, chosen in numbers if mark in name]
-
-
-def _filled(name: str, numbers: Sequence[int]) -> str:
-    marks = [mark for mark in (LAYER, EXPERT) if mark in name]
-    for mark, number in zip(marks, numbers, strict=True):
-        name = name.replace(mark, str(number))
-    return name
 
 
 # Opening ------------------------------------------------------------------------------------------------------
@@ -304,29 +217,15 @@ def open_pretrained(folder: Path) -> Pretrained:
     model = architectures.read(config, str(folder / CONFIG), problems, most_layers) if config else None
     problems.raise_any(CheckpointError, f"{folder} cannot be imported:")
     assert model is not None
-    names = names_of(model, config["model_type"])
-    tensors = with_prefix(found, [name for name, _ in names])
-    _check_num_experts(tensors, names, model, problems)
+    layout = decoder_layout(model, config["model_type"])
+    tensors = layout.complete(found)
+    _check_num_experts(tensors, config["model_type"], model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
-    model = _with_own_head(model, tensors, names[0][0])
-    names = names_of(model, config["model_type"])
-    expected = dict(_expected(model, names))
-    compare(folder, tensors, expected, model, problems)
+    model = _with_own_head(model, tensors, layout.places[0].name)
+    layout = decoder_layout(model, config["model_type"])
+    compare(tensors, layout.expected, model, problems)
     problems.raise_any(CheckpointError, f"{folder} does not hold what its {CONFIG} describes:")
-    return Pretrained(folder, config, model, {name: tensors[name] for name in expected})
-
-
-def _prefix(names: Sequence[tuple[str, Foreign]]) -> str:
-    return names[0][0].partition(".")[0] + "."
-
-
-def with_prefix(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors by complete names: checkpoints without an output projection lack the prefix of the others."""
-    prefix, *heads = dict.fromkeys(name.partition(".")[0] + "." for name in names)
-    return {
-        name if name.startswith((prefix, "lm_head.", *heads)) else prefix + name: tensor
-        for name, tensor in tensors.items()
-    }
+    return Pretrained(folder, config, model, layout, {name: tensors[name] for name in layout.expected})
 
 
 def hub_hint(path: Path) -> str:
@@ -362,52 +261,9 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return all(np.array_equal(one.read(rows), other.read(rows)) for rows in blocks)
 
 
-def tensors_of(folder: Path, problems: Problems) -> dict[str, Tensor]:
-    if os.path.lexists(folder / INDEX):
-        return _indexed(folder, problems)
-    if not os.path.lexists(folder / WEIGHTS):
-        pickles = sorted(path.name for path in folder.glob("*.bin"))
-        fix = f"{pickles[0]} is a pickle, which is not read: save the model as safetensors" if pickles else ""
-        problems.add(str(folder), f"there is neither {WEIGHTS} nor {INDEX}", fix)
-        return {}
-    return _tensors_of(folder, WEIGHTS, problems)
-
-
-def _indexed(folder: Path, problems: Problems) -> dict[str, Tensor]:
-    where = read_json(folder, INDEX, problems).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        problems.add(str(folder / INDEX), "has no weight_map from names to files")
-        return {}
-    found: dict[str, Tensor] = {}
-    for file in sorted(set(where.values())):
-        if Path(file).name != file:
-            problems.add(f"{folder / INDEX}: weight_map", f"{file!r} is not the name of a file in this folder")
-            continue
-        before = len(problems)
-        tensors = _tensors_of(folder, file, problems)
-        is_readable = len(problems) == before
-        for name in (name for name in where if where[name] == file):
-            if name in tensors:
-                found[name] = tensors[name]
-            elif is_readable:
-                problems.add(str(folder / file), f"has no {name}, though the index says so")
-    return found
-
-
-def _tensors_of(folder: Path, file: str, problems: Problems) -> dict[str, Tensor]:
-    try:
-        check_inside(folder, file)
-    except OSError as error:
-        problems.add(str(folder / file), f"cannot be read: {error.strerror}")
-        return {}
-    return tensors_in(folder / file, problems)
-
-
-def _check_num_experts(
-    tensors: Mapping[str, Tensor], names: list[tuple[str, Foreign]], model: DecoderModel, problems: Problems
-) -> None:
+def _check_num_experts(tensors: Mapping[str, Tensor], kind: str, model: DecoderModel, problems: Problems) -> None:
     """Reports a number of experts that differs from the config's once, not for each missing or unknown tensor."""
-    patterns = [re.escape(name) for name, _ in names if EXPERT in name]
+    patterns = [re.escape(name) for name in architectures.ARCHITECTURES[kind].names if EXPERT in name]
     number = re.compile("|".join(one.replace(r"\*", r"\d+").replace(r"\#", r"(\d+)") for one in patterns))
     matches = [number.fullmatch(name) for name in tensors] if patterns else []
     found = {int(match[match.lastindex or 0]) for match in matches if match}
@@ -416,16 +272,7 @@ def _check_num_experts(
         problems.add("the number of experts", what, f"the {CONFIG} of this checkpoint")
 
 
-def _expected(model: DecoderModel, names: list[tuple[str, Foreign]]) -> Iterator[tuple[str, Shape]]:
-    shapes = layer_shapes(model)
-    for name, foreign in names:
-        for _, complete in numbered(name, foreign, model):
-            yield complete, foreign.shape(shapes)
-
-
-def compare(
-    folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: Sizes, problems: Problems
-) -> None:
+def compare(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], model: Sizes, problems: Problems) -> None:
     """Reports the tensors that are missing, unknown, or of another shape than the config's."""
     for name, shape in expected.items():
         compare_one(name, tensors.get(name), shape, model, problems)

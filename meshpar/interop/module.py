@@ -7,7 +7,7 @@ of the loss, so it needs no example of its inputs. State that the forward change
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -27,13 +27,22 @@ ModelLoss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Functions:
-    """See `meshpar.training`; `carried` is None if the forward changes nothing."""
+    """A model and its losses as functions of parameters, see `meshpar.training`.
+
+    Args:
+      carried: None if the forward changes nothing.
+      draws: whether the loss gets a key.
+      of_rows: (params, batch, key, carried) -> what metrics of all rows together need; None if there are none.
+      bounds: array of labels -> the number of classes.
+    """
 
     init: Callable[[jax.Array], Any]
     loss: Callable[..., Any]
-    evaluation: Callable[..., Any]
+    evaluation: Callable[..., Any] | None
     carried: Callable[[jax.Array], Any] | None
     draws: bool
+    of_rows: Callable[..., Any] | None = None
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
 
 def is_module(subject: Any) -> bool:

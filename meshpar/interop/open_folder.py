@@ -11,8 +11,8 @@ from meshpar.interop.encoder_config import encoder_family
 from meshpar.interop.encoder_model import open_encoder
 from meshpar.interop.family_config import family_of, options_of
 from meshpar.interop.family_model import open_family
-from meshpar.interop.folder import read_json
-from meshpar.interop.huggingface import CONFIG, Pretrained, open_pretrained
+from meshpar.interop.folder import CONFIG, read_json
+from meshpar.interop.huggingface import Pretrained, open_pretrained
 from meshpar.interop.peft import adapted, base_of, is_adapter
 
 
@@ -27,7 +27,7 @@ def open_folder(folder: Path) -> Pretrained:
     """
     if is_adapter(folder):
         base = open_folder(base_of(folder))
-        return replace(base, tensors=adapted(folder, base.tensors, base.prefix, base.transposed))
+        return replace(base, tensors=adapted(folder, base.tensors, base.layout.prefixes[0], base.layout.transposed))
     config = read_json(folder, CONFIG, Problems()) if folder.exists() else {}
     if encoder_family(config):
         return open_encoder(folder, config)

@@ -23,6 +23,7 @@ import numpy as np
 from meshpar.errors import CheckpointError, Problems
 from meshpar.interop.folder import check_inside, read_json
 from meshpar.interop.safetensors import Tensor, tensors_in
+from meshpar.models.foreign import Shape
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
@@ -41,12 +42,12 @@ _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
-class MatrixUpdate:
-    """What an adapter adds to a matrix [out, in]: `scale * b @ a`.
+class LayerUpdate:
+    """What an adapter adds to a matrix of one layer: `scale * a @ b`.
 
     Args:
-      a, b: float32 [rank, in], [out, rank].
-      magnitudes: float32 [out], the norm of each output's weights after the update, of DoRA; None for LoRA.
+      a, b: float32 [inputs..., rank], [rank, outputs...].
+      magnitudes: float32 [outputs...], the norm of each output's weights after the update, of DoRA; None for LoRA.
     """
 
     a: np.ndarray
@@ -56,7 +57,14 @@ class MatrixUpdate:
 
     @property
     def rank(self) -> int:
-        return len(self.a)
+        return len(self.b)
+
+    def part(self, begin: int, inputs: Shape, outputs: Shape) -> LayerUpdate:
+        """That of some outputs, from `begin` on, with the dims of a parameter."""
+        chosen = slice(begin, begin + math.prod(outputs))
+        magnitudes = None if self.magnitudes is None else self.magnitudes[chosen].reshape(outputs)
+        b = self.b[:, chosen].reshape(self.rank, *outputs)
+        return LayerUpdate(self.a.reshape(*inputs, self.rank), b, self.scale, magnitudes)
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class AdaptedTensor(Tensor):
     Numerics: added in float32 at least, then rounded to the dtype of the tensor.
     """
 
-    update: MatrixUpdate
+    update: LayerUpdate
     is_transposed: bool
 
     def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
@@ -87,7 +95,7 @@ class AdaptedTensor(Tensor):
         """The matrix and its low-rank update."""
         base = super().read(rows, columns)
         a, b = self.update.a, self.update.b
-        left, right = (a.T, b.T) if self.is_transposed else (b, a)
+        left, right = (a, b) if self.is_transposed else (b.T, a.T)
         wide = np.promote_types(base.dtype, np.float32) if base.dtype.kind == "f" else np.dtype(np.float32)
         return base.astype(wide) + self.update.scale * (left[rows] @ right[:, columns]).astype(wide)
 
@@ -141,7 +149,7 @@ def adapted(folder: Path, tensors: Mapping[str, Tensor], prefix: str, transposed
     return result
 
 
-def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, MatrixUpdate]:
+def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, LayerUpdate]:
     """The updates of an adapter, by the names of the model's tensors.
 
     Args:
@@ -158,7 +166,7 @@ def updates_in(folder: Path, sizes: Mapping[str, tuple[int, ...]], prefix: str) 
     found = _matrices(folder, problems)
     problems.raise_any(CheckpointError, f"the adapter {folder} cannot be read:")
     _check_config(config, f"{folder / ADAPTER_CONFIG}", problems)
-    result: dict[str, MatrixUpdate] = {}
+    result: dict[str, LayerUpdate] = {}
     modules = sorted({name.rpartition(".lora_")[0] for name in found})
     uses_dora = bool(config.get("use_dora"))
     for module in modules:
@@ -217,7 +225,7 @@ def _check_config(config: Mapping[str, Any], where: str, problems: Problems) -> 
 
 def _fitting(
     module: str, size: tuple[int, ...], a: Tensor, b: Tensor, config: Mapping[str, Any], problems: Problems
-) -> MatrixUpdate | None:
+) -> LayerUpdate | None:
     """The update, if its matrices fit a matrix of this shape, (out, in)."""
     rank = _pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
@@ -229,14 +237,14 @@ def _fitting(
         problems.add(module, f"{what} the model's matrix{list(size)}", "the adapter of this model")
         return None
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    left, right = (one.read().astype(np.float32) for one in (a, b))
-    return MatrixUpdate(left, right, scale)
+    left, right = (one.read().astype(np.float32).T for one in (a, b))
+    return LayerUpdate(left, right, scale)
 
 
-def _with_magnitudes(module: str, update: MatrixUpdate, of_dora: Sequence[Tensor], problems: Problems) -> MatrixUpdate:
+def _with_magnitudes(module: str, update: LayerUpdate, of_dora: Sequence[Tensor], problems: Problems) -> LayerUpdate:
     for one in of_dora:
-        if one.shape != (len(update.b),):
-            what = f"lora_magnitude_vector{list(one.shape)} does not fit lora_B{list(update.b.shape)}"
+        if one.shape != update.b.shape[1:]:
+            what = f"lora_magnitude_vector{list(one.shape)} does not fit lora_B{list(update.b.T.shape)}"
             problems.add(module, what, "the adapter of this model")
         update = replace(update, magnitudes=one.read().astype(np.float32))
     return update

@@ -6,37 +6,30 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import CheckpointError
-from meshpar.interop.export import config_of, copy_companions, whole_or_not
-from meshpar.interop.huggingface import layer_shapes, names_of, numbered
+from meshpar.interop.export import copy_companions, exported, whole_or_not
+from meshpar.interop.family_model import FamilyModel
+from meshpar.interop.layout import VALUE, Layout, TensorPlace
 from meshpar.interop.peft import ADAPTER, ADAPTER_CONFIG, MAGNITUDES, PREFIX
 from meshpar.interop.safetensors import Written, write
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import EXPERT, Foreign, Shape
+from meshpar.models.foreign import Foreign, Shape
 from meshpar.nn.dora import norms
-from meshpar.nn.lora import MAGNITUDE, NAME, LoRA, Size
-
-Place = tuple[int, ...]
-
-
-class Adapted(NamedTuple):
-    """A matrix of Hugging Face, and the places in our parameters and the complete name of each of its tensors."""
-
-    foreign: Foreign
-    numbered: Sequence[tuple[Place, str]]
+from meshpar.nn.lora import MAGNITUDE, NAME, LoRA, Size, is_lora
 
 
 def write_adapter(
-    folder: Path, model: DecoderModel, lora: LoRA, params: Mapping[str, jax.Array], base: str, companions: Path | None
-) -> None:
+    folder: Path, model: DecoderModel | FamilyModel, lora: LoRA, params: Mapping[str, jax.Array], base: str,
+    companions: Path | None,
+) -> None:  # fmt: skip
     """Writes a new folder, completely or not at all.
 
     Parts of a matrix that Hugging Face stores as one, such as q, k and v of GPT-2, have updates of their own here. They
@@ -50,34 +43,16 @@ def write_adapter(
     Raises:
       CheckpointError: the folder exists; or what is adapted has no form in PEFT.
     """
-    named = names_of(model, config_of(model, companions)["model_type"])
-    if experts := [name for name, foreign in named if EXPERT in name and projections_in(foreign, params)]:
-        raise CheckpointError(f"{experts[0]}: updates of experts are not written; export with --format hf")
-    matrices = [Adapted(foreign, [*numbered(name, foreign, model)]) for name, foreign in named]
-    write_matrices(folder, matrices, layer_shapes(model), lora, params, base, companions)
-
-
-def write_matrices(
-    folder: Path, matrices: Sequence[Adapted], shapes: Mapping[str, Shape], lora: LoRA, params: Mapping[str, jax.Array],
-    base: str, companions: Path | None,
-) -> None:  # fmt: skip
-    """Writes the updates of those matrices that have one, see `write_adapter`.
-
-    Args:
-      shapes: of the parameters in a layer, by path.
-      params: by path; of the kernel `x.kernel` the update is at `x.lora`.
-    """
-    found = [one for one in matrices if projections_in(one.foreign, params)]
-    if len({one.foreign.outputs_first for one in found}) != 1:
-        raise CheckpointError("some adapted matrices are [in, out] and others [out, in]; export with --format hf")
+    layout = model.layout if isinstance(model, FamilyModel) else exported(model, companions)[1]
+    found = [one for one in layout.places if projections_in(one.foreign, params)]
+    _check(found, params)
     modules: dict[str, Size] = {}
     tensors: list[Written] = []
-    for foreign, places in found:
-        update = _Update(foreign, shapes, params, lora)
-        for place, complete in places:
-            module = complete.removesuffix(".weight")
-            modules[module] = update.size
-            tensors += update.written(module, place)
+    for place in found:
+        update = _Update(place, layout, params, lora)
+        module = place.name.removesuffix(".weight")
+        modules[module] = update.size
+        tensors += update.written(module)
     with whole_or_not(folder) as made:
         config = _config(lora, modules, base, found[0].foreign)
         (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -85,17 +60,35 @@ def write_matrices(
         write(made / ADAPTER, tensors)
 
 
+def _check(found: Sequence[TensorPlace], params: Mapping[str, Any]) -> None:
+    """Refuses updates that are of no matrix, or of matrices that PEFT would read in another way."""
+    if experts := [one.name for one in found if one.is_of_expert]:
+        raise CheckpointError(f"{experts[0]}: updates of experts are not written; export with --format hf")
+    known = {lora_path(path, one) for place in found for path in place.foreign.parts for one in ("a", "b", MAGNITUDE)}
+    if rest := sorted(path for path in params if is_lora(path) and path not in known):
+        raise CheckpointError(f"{rest[0]}: is of no matrix that PEFT adapts; export with --format hf")
+    if len({one.foreign.outputs_first for one in found}) != 1:
+        raise CheckpointError("some adapted matrices are [in, out] and others [out, in]; export with --format hf")
+
+
 def projections_in(foreign: Foreign, params: Mapping[str, Any]) -> list[str]:
     """The parts of a matrix that have an update: the paths of their kernels."""
-    return [path for path in foreign.parts if path.endswith(".kernel") and f"{_lora(path)}.a" in params]
+    kernels = (".kernel", f".kernel{VALUE}")
+    return [path for path in foreign.parts if path.endswith(kernels) and lora_path(path, "a") in params]
+
+
+def lora_path(kernel: str, name: str) -> str:
+    """The path of a part of a kernel's update. That of a variable of NNX names the kernel too, see `adapters`.
+
+    >>> lora_path("blocks.attn.q.kernel", "a"), lora_path("layers.0.attn.q.kernel.value", "a")
+    ('blocks.attn.q.lora.a', 'layers.0.attn.q.lora.kernel.a')
+    """
+    module = _projection(kernel)
+    return f"{module}.{NAME}.kernel.{name}" if kernel.endswith(VALUE) else f"{module}.{NAME}.{name}"
 
 
 def _projection(kernel: str) -> str:
-    return kernel.removesuffix(".kernel")
-
-
-def _lora(kernel: str) -> str:
-    return f"{_projection(kernel)}.{NAME}"
+    return kernel.removesuffix(VALUE).removesuffix(".kernel")
 
 
 def _config(lora: LoRA, modules: Mapping[str, Size], base: str, foreign: Foreign) -> dict[str, Any]:
@@ -113,69 +106,69 @@ def _config(lora: LoRA, modules: Mapping[str, Size], base: str, foreign: Foreign
 
 @dataclass(frozen=True)
 class _Update:
-    """The update of one matrix of Hugging Face, in any layer.
+    """The update of one matrix of Hugging Face."""
 
-    Args:
-      shapes: of the parameters in a layer, by path.
-    """
-
-    foreign: Foreign
-    shapes: Mapping[str, Shape]
+    place: TensorPlace
+    layout: Layout
     params: Mapping[str, jax.Array]
     lora: LoRA
+
+    @cached_property
+    def adapted(self) -> list[str]:
+        return projections_in(self.place.foreign, self.params)
 
     @property
     def size(self) -> Size:
         """The ranks of all parts, and the scale of the first one."""
-        sizes = [self.lora.size(_projection(path), path) for path in projections_in(self.foreign, self.params)]
+        sizes = [self._size(path) for path in self.adapted]
         return Size(sum(size.rank for size in sizes), sizes[0].scale)
 
-    def written(self, module: str, place: Place) -> Iterator[Written]:
-        """The tensors of a layer."""
-        first, *others = self.foreign.parts
-        size_in = math.prod(self.shapes[first][: self.foreign.inputs])
-        size_out = sum(math.prod(self._outputs(part)) for part in (first, *others))
-        dtype = np.dtype(self.params[f"{_lora(projections_in(self.foreign, self.params)[0])}.a"].dtype)
-        rank, make = self.size.rank, partial(self._matrices, place)
-        yield Written(f"{PREFIX}{module}.lora_A.weight", dtype, (rank, size_in), lambda: make()[0])
-        yield Written(f"{PREFIX}{module}.lora_B.weight", dtype, (size_out, rank), lambda: make()[1])
+    def written(self, module: str) -> Iterator[Written]:
+        size_out, size_in = self.layout.sizes[self.place.name]
+        dtype = np.dtype(self.params[lora_path(self.adapted[0], "a")].dtype)
+        rank = self.size.rank
+        yield Written(f"{PREFIX}{module}.lora_A.weight", dtype, (rank, size_in), lambda: self._matrices()[0])
+        yield Written(f"{PREFIX}{module}.lora_B.weight", dtype, (size_out, rank), lambda: self._matrices()[1])
         if self.lora.use_dora:
-            magnitudes = partial(self._magnitudes, place, dtype)
-            yield Written(f"{PREFIX}{module}{MAGNITUDES}", dtype, (size_out,), magnitudes)
+            yield Written(f"{PREFIX}{module}{MAGNITUDES}", dtype, (size_out,), partial(self._magnitudes, dtype))
 
-    def _matrices(self, place: Place) -> tuple[np.ndarray, np.ndarray]:
-        """A [rank, in] and B [out, rank] of one layer; B has a block for each part."""
+    def _matrices(self) -> tuple[np.ndarray, np.ndarray]:
+        """A [rank, in] and B [out, rank]; B has a block for each part."""
         lefts: list[np.ndarray] = []
         rights: list[np.ndarray] = []
-        adapted = projections_in(self.foreign, self.params)
-        for path in self.foreign.parts:
-            shape_in, shape_out = self.shapes[path][: self.foreign.inputs], self._outputs(path)
-            if path not in adapted:
+        for path in self.place.foreign.parts:
+            shape_in, shape_out = self._shapes(path)
+            if path not in self.adapted:
                 lefts.append(np.zeros((math.prod(shape_out), 0)))
                 continue
-            a, b = (self._array(f"{_lora(path)}.{one}", place) for one in "ab")
-            ratio = self.lora.size(_projection(path), path).scale / self.size.scale
+            a, b = (self._array(lora_path(path, one)) for one in "ab")
+            ratio = self._size(path).scale / self.size.scale
             rights.append(a[_without_padding(shape_in)].reshape(-1, a.shape[-1]).T)
             left = b[(slice(None), *_without_padding(shape_out))].reshape(b.shape[0], -1).T
             lefts.append(left if ratio == 1 else left * np.asarray(ratio, left.dtype))
         return np.concatenate(rights), _blocks(lefts, rights[0].dtype)
 
-    def _magnitudes(self, place: Place, dtype: np.dtype) -> np.ndarray:
+    def _magnitudes(self, dtype: np.dtype) -> np.ndarray:
         """The norm of each output's adapted weights [out]; of a part without an update, that of its weights."""
         found: list[np.ndarray] = []
-        for path in self.foreign.parts:
-            kernel = self._array(path, place)[_without_padding(self.shapes[path])]
-            whole = np.asarray(norms(jnp.asarray(kernel), tuple(range(self.foreign.inputs))))
-            if (change := f"{_lora(path)}.{MAGNITUDE}") in self.params:
-                whole = whole + self._array(change, place)[_without_padding(self._outputs(path))].astype(whole.dtype)
+        for path in self.place.foreign.parts:
+            kernel = self._array(path)[_without_padding(self.layout.shapes[path])]
+            whole = np.asarray(norms(jnp.asarray(kernel), tuple(range(self.place.foreign.inputs))))
+            if (change := lora_path(path, MAGNITUDE)) in self.params:
+                whole = whole + self._array(change)[_without_padding(self._shapes(path)[1])].astype(whole.dtype)
             found.append(whole.reshape(-1).astype(dtype))
         return np.concatenate(found)
 
-    def _outputs(self, path: str) -> Shape:
-        return self.shapes[path][self.foreign.inputs :]
+    def _size(self, path: str) -> Size:
+        return self.lora.size(_projection(path), path.removesuffix(VALUE))
 
-    def _array(self, path: str, place: Place) -> np.ndarray:
-        return np.asarray(jax.device_get(self.params[path][place]))
+    def _shapes(self, path: str) -> tuple[Shape, Shape]:
+        """The inputs and the outputs of a part."""
+        shape, num = self.layout.shapes[path], self.place.foreign.inputs
+        return shape[:num], shape[num:]
+
+    def _array(self, path: str) -> np.ndarray:
+        return np.asarray(jax.device_get(self.params[path][self.place.index]))
 
 
 def _without_padding(shape: Shape) -> tuple[slice, ...]:

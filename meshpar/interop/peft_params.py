@@ -12,33 +12,11 @@ import jax
 import numpy as np
 
 from meshpar.errors import CheckpointError, ConfigError, Problems
-from meshpar.interop.export import config_of
-from meshpar.interop.huggingface import layer_shapes, names_of, numbered
-from meshpar.interop.peft import MatrixUpdate, updates_in
+from meshpar.interop.export import exported
+from meshpar.interop.layout import Index
+from meshpar.interop.peft import LayerUpdate, updates_in
 from meshpar.models.decoder import DecoderModel
-from meshpar.models.foreign import Foreign, Shape
 from meshpar.nn.lora import MAGNITUDE, NAME, LoRA
-
-Place = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LayerUpdate:
-    """The update of one projection in one layer: `x @ a @ b * scale`.
-
-    Args:
-      a, b: float32 [inputs..., rank], [rank, outputs...].
-      magnitudes: float32 [outputs...], of DoRA; None for LoRA.
-    """
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: float
-    magnitudes: np.ndarray | None = None
-
-    @property
-    def rank(self) -> int:
-        return len(self.b)
 
 
 @dataclass(frozen=True)
@@ -50,7 +28,7 @@ class AdapterParams:
     """
 
     folder: Path
-    updates: dict[str, dict[Place, LayerUpdate]]
+    updates: dict[str, dict[Index, LayerUpdate]]
 
     @property
     def rank(self) -> int:
@@ -127,42 +105,22 @@ def adapter_params(folder: Path, model: DecoderModel, companions: Path | None) -
       CheckpointError: see `updates_in`; or what is adapted is no projection of its own: the embedding, the output
         projection or an expert.
     """
-    shapes = layer_shapes(model)
-    named = names_of(model, config_of(model, companions)["model_type"])
-    complete = {name: (place, foreign) for of_all, foreign in named for place, name in numbered(of_all, foreign, model)}
-    sizes = {name: _size(foreign, shapes) for name, (_, foreign) in complete.items()}
+    layout = exported(model, companions)[1]
+    places = {place.name: place for place in layout.places}
     problems = Problems()
-    found: dict[str, dict[Place, LayerUpdate]] = {}
-    prefix = f"{named[0][0].partition('.')[0]}."
-    for name, update in updates_in(folder, sizes, prefix).items():
-        place, foreign = complete[name]
-        if len(place) > 1 or not all(path.endswith(".kernel") for path in foreign.parts):
+    found: dict[str, dict[Index, LayerUpdate]] = {}
+    for name, update in updates_in(folder, layout.sizes, layout.prefixes[0]).items():
+        place, begin = places[name], 0
+        if place.is_of_expert or not all(path.endswith(".kernel") for path in place.foreign.parts):
             what = "is no projection of its own, whose update is computed beside it"
             problems.add(name.removesuffix(".weight"), what, "merge the adapter: serve or train its folder")
             continue
-        for path, part in _parts(update, foreign, shapes).items():
-            found.setdefault(path.removesuffix(".kernel"), {})[place] = part
+        for path in place.foreign.parts:
+            shape, num = layout.shapes[path], place.foreign.inputs
+            part = update.part(begin, shape[:num], shape[num:])
+            found.setdefault(path.removesuffix(".kernel"), {})[place.index] = part
+            begin += math.prod(shape[num:])
     problems.raise_any(CheckpointError, f"the adapter {folder} cannot be computed beside its model:")
     if not found:
         raise CheckpointError(f"the adapter {folder} adapts nothing; its file has no matrices")
     return AdapterParams(folder, found)
-
-
-def _size(foreign: Foreign, shapes: dict[str, Shape]) -> Shape:
-    """The shape of a tensor, of a matrix (out, in)."""
-    shape = foreign.shape(shapes)
-    return shape if foreign.outputs_first or not foreign.inputs else shape[::-1]
-
-
-def _parts(update: MatrixUpdate, foreign: Foreign, shapes: dict[str, Shape]) -> dict[str, LayerUpdate]:
-    """The updates of the projections that Hugging Face stores as one matrix, by path of the kernel."""
-    found: dict[str, LayerUpdate] = {}
-    begin = 0
-    for path in foreign.parts:
-        inputs, outputs = shapes[path][: foreign.inputs], shapes[path][foreign.inputs :]
-        end = begin + math.prod(outputs)
-        b = update.b[begin:end].T.reshape(update.rank, *outputs)
-        magnitudes = None if update.magnitudes is None else update.magnitudes[begin:end].reshape(outputs)
-        found[path] = LayerUpdate(update.a.T.reshape(*inputs, update.rank), b, update.scale, magnitudes)
-        begin = end
-    return found

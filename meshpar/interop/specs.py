@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,18 @@ from meshpar.tree import flatten_with_paths, map_with_path, matching
 
 Dims = Mapping[str, Sequence[str | None]]
 Init = Callable[[jax.Array], Any]
+
+
+class UserSpecs(NamedTuple):
+    """Trees of `ArraySpec` of a model's parameters and of its carried state.
+
+    Args:
+      keys: the generators of the carried state's random keys, see `key_implementations`.
+    """
+
+    specs: Any
+    carried: Any
+    keys: dict[str, Any]
 
 
 def check_names(**arguments: Dims | None) -> list[dict[str, tuple[str, ...]]]:
@@ -55,10 +67,8 @@ def _names(given: Any) -> tuple[str, ...] | None:
 
 def specs_of(
     init: Init, carried: Init | None, seed: int, dims: Dims, axes: Mapping[str, str] | None = None
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns trees of `ArraySpec` of the parameters and of the carried state, see `training`.
-
-    The third result is the generators of the carried state's random keys, see `key_implementations`.
+) -> UserSpecs:
+    """The arrays of a user's model, see `training`.
 
     Raises:
       ConfigError: a glob matches nothing, or `init` returns arrays that no optimizer can train.
@@ -79,7 +89,7 @@ def specs_of(
             what = "matches no array" + ("; the wildcards are * and **" if {*glob} & {*"[]?{}"} else "")
             problems.add(f"dims[{glob!r}]", what, fix)
     problems.raise_any(ConfigError, "the names of dims do not fit the model:")
-    return specs, carried_specs, key_implementations(state)
+    return UserSpecs(specs, carried_specs, key_implementations(state))
 
 
 def _specs(tree: Any, dims: Dims, problems: Problems) -> Any:

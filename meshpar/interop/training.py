@@ -10,17 +10,15 @@ from typing import Any, Literal, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from meshpar.errors import ConfigError, Problem, Problems, suggestion
-from meshpar.interop.adapters import Adapters, with_rank
-from meshpar.interop.inferred import INFER, OF_SHARDS, with_inferred
-from meshpar.interop.kinds import kinds_of
-from meshpar.interop.losses import takes, with_loss_sums
-from meshpar.interop.module import functions, is_module
+from meshpar.interop.assembled import assembled
+from meshpar.interop.inferred import INFER, OF_SHARDS
+from meshpar.interop.losses import takes
+from meshpar.interop.module import Functions, functions, is_module
 from meshpar.interop.options import Frozen, Options, Rounding, options
-from meshpar.interop.specs import Dims, Init, arrays_of, check_axes, check_names, specs_of, with_axes
+from meshpar.interop.specs import Dims, Init, check_axes, check_names, specs_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
 from meshpar.optim.base import Descent
@@ -34,9 +32,8 @@ from meshpar.parallel.checks import (
     check_strategies,
 )
 from meshpar.parallel.context import Format, ParallelContext
-from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
-from meshpar.sharding.resolve import AnyMesh, with_largest
+from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.batches import batch_specs
 from meshpar.train.training import Training, step_key
@@ -198,47 +195,36 @@ def training(
     )
     if is_module(init):
         _check_module_arguments(carried, draws)
-        module = functions(init, loss, evaluation, batch)
-        init, loss, evaluation, carried = module.init, module.loss, module.evaluation, module.carried
-        draws = module.draws
+        user = functions(init, loss, evaluation, batch)
+    else:
+        user = Functions(init, loss, evaluation, carried, draws)
     given = options(
         tx, num_steps, lora, freeze, prune, clip_norm=clip_norm, ema=ema, params_dtype=params_dtype,
         master_dtype=master_dtype, rounding=rounding, compute_dtype=compute_dtype, seed=seed,
     )  # fmt: skip
     check_partitioned(ctx, manual)
-    _check_arguments(ctx, {"loss": loss, "evaluation": evaluation}, carried is not None, manual, given, infers)
-    specs, carried_specs, keys = specs_of(init, carried, seed, dims, axes)
-    if shared := {*activation_dims} & {dim for spec in jax.tree.leaves((specs, carried_specs)) for dim in spec.dims}:
+    _check_arguments(ctx, user, manual, given, infers)
+    found = specs_of(user.init, user.carried, seed, dims, axes)
+    of_all = jax.tree.leaves((found.specs, found.carried))
+    if shared := {*activation_dims} & {dim for spec in of_all for dim in spec.dims}:
         raise ConfigError(f"activation_dims: {', '.join(sorted(shared))}: parameters have this dim too; remove it")
-    key = partial(step_key, seed) if draws else None
+    key = partial(step_key, seed) if user.draws else None
     arrays = batch_specs(batch, batch_dims, ctx)
-    as_sums = partial(with_loss_sums, carries=carried is not None, keys=keys, axes=axes)
-    if infers:
-        sums = as_sums(loss, (specs, arrays, carried_specs))
-        specs = with_inferred(sums, specs, arrays, key and jax.eval_shape(key, 0), carried_specs)
-    specs = with_largest(specs if params_dtype is None else stored_in(specs, np.dtype(params_dtype)), rules, on)
-    as_sums = partial(as_sums, specs=(specs, arrays, carried_specs))
-    sums = as_sums(loss)
-    evaluated = evaluation and as_sums(evaluation, returns_carried=False)
-    first, kinds = arrays_of(init, axes), None
-    if given.needs_kinds:
-        kinds = kinds_of(sums, specs, arrays, key and jax.eval_shape(key, 0), carried_specs)
-    if given.lora:
-        adapters = Adapters.of(given.lora, specs, kinds)
-        specs, kinds, first = adapters.specs(specs), adapters.kinds(kinds), adapters.init(first)
-        sums, evaluated = adapters.loss(sums), evaluated and adapters.loss(evaluated)
-        rules = with_rank(rules)
-    ctx = replace(ctx, rules=with_axes(rules, axes or {}, (specs, carried_specs)))
-    given.check_complex(specs, ctx)
-    frozen, rows = given.frozen(specs), given.frozen_rows(specs, ctx)
-    made = Training(
-        specs=specs,
-        init=first,
-        carried=carried_specs,
-        init_carried=arrays_of(carried, axes) if carried else lambda key: {},
-        loss=sums,
-        evaluation=evaluated,
-        update=given.update(specs, frozen, rows, kinds),
+    made, kinds = assembled(
+        user, found, arrays, rules, axes=axes or {}, key=key and jax.eval_shape(key, 0), mesh=on, infers=infers,
+        lora=given.lora, needs_kinds=given.needs_kinds, params_dtype=params_dtype,
+    )  # fmt: skip
+    ctx = replace(ctx, rules=made.rules)
+    given.check_complex(made.specs, ctx)
+    frozen, rows = given.frozen(made.specs), given.frozen_rows(made.specs, ctx)
+    whole = Training(
+        specs=made.specs,
+        init=made.init,
+        carried=made.carried,
+        init_carried=made.init_carried,
+        loss=made.loss,
+        evaluation=made.evaluation if user.evaluation else None,
+        update=given.update(made.specs, frozen, rows, kinds),
         batch_specs=arrays,
         ctx=ctx,
         key=key,
@@ -248,11 +234,10 @@ def training(
         is_offloaded=offload_optimizer,
         rounds=given.rounds(ctx),
         is_of_whole_arrays=not manual,
-    )
-    made = made.in_stages()
-    _ = made.placement
-    made.check_context()
-    return made
+    ).in_stages()
+    _ = whole.placement
+    whole.check_context()
+    return whole
 
 
 def _check_activation_dims(dims: Sequence[str], rules: AxisRules) -> None:
@@ -272,15 +257,12 @@ def _check_module_arguments(carried: Any, draws: bool) -> None:
     problems.raise_any(ConfigError, "these arguments of training are wrong:")
 
 
-def _check_arguments(
-    ctx: ParallelContext, losses: Mapping[str, Callable[..., Any] | None], carries: bool, is_local: bool,
-    given: Options, infers: bool,
-) -> None:  # fmt: skip
+def _check_arguments(ctx: ParallelContext, user: Functions, is_local: bool, given: Options, infers: bool) -> None:
     problems = Problems()
     if infers and is_local:
         problems.add("dims='infer'", OF_SHARDS, "manual=False, or names, dims={'up.kernel': ('embed', 'mlp')}")
-    arguments = ("params", "batch", "key", *(["carried"] if carries else []))
-    for name, loss in losses.items():
+    arguments = ("params", "batch", "key", *(["carried"] if user.carried else []))
+    for name, loss in (("loss", user.loss), ("evaluation", user.evaluation)):
         if loss and not takes(loss, len(arguments)):
             problems.add(name, f"is called with {len(arguments)} arguments", f"def {name}({', '.join(arguments)})")
     for name in ("compute_dtype", "accum_dtype"):

@@ -29,7 +29,7 @@ class Foreign:
     inputs: int
     outputs_first: bool = False
 
-    def shape(self, shapes: dict[str, Shape]) -> Shape:
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """Computes the tensor's shape from the shapes of its parts, without `layers`.
 
         >>> linear("q", "k").shape({"q": (8, 2, 4), "k": (8, 1, 4)})

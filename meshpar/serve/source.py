@@ -22,8 +22,8 @@ from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Run, load, permit_code
 from meshpar.experiment.validate import task_of
 from meshpar.interop.flax_model import Import
-from meshpar.interop.folder import MODEL_FILES, check_inside, read_json
-from meshpar.interop.huggingface import CONFIG, Pretrained, hub_hint
+from meshpar.interop.folder import CONFIG, MODEL_FILES, check_inside, read_json
+from meshpar.interop.huggingface import Pretrained, hub_hint
 from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of, is_adapter
 from meshpar.models.decoder import DecoderModel

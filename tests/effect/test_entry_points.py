@@ -34,7 +34,8 @@ from meshpar.cli.train import train as train_verb
 from meshpar.config import to_yaml
 from meshpar.experiment.arrays import Batches
 from meshpar.experiment.config import Run, load
-from meshpar.interop.peft_params import AdapterParams, LayerUpdate
+from meshpar.interop.peft import LayerUpdate
+from meshpar.interop.peft_params import AdapterParams
 from meshpar.records.loggers import TensorBoard
 from meshpar.serve.answer import AnswerPiece
 from meshpar.serve.batch import Batch

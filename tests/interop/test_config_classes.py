@@ -98,7 +98,7 @@ def test_a_missing_key_has_the_default_of_its_own_class(kind, tmp_path):
 
 def keys_of_others(kind: str) -> dict[str, Any]:
     """Keys of the other classes, which this one does not have, and one that no class has."""
-    others = {key: value for own in CONFIG_CLASSES.values() for key, value in own.defaults.items()}
+    others = {key: value for own in ARCHITECTURES for key, value in CONFIG_CLASSES[own].defaults.items()}
     others |= {"sliding_window": 5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 16, "n_inner": 16}
     taken = {*CONFIG_CLASSES[kind].defaults, *CONFIG_CLASSES[kind].aliases, *CONFIG_CLASSES[kind].aliases.values()}
     taken |= CONFIG_CLASSES[kind].beside | WITHOUT_EFFECT | OUTSIDE | REQUIRED.keys() | {"layer_types"}

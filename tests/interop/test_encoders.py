@@ -14,25 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
-import config_classes
 from meshpar import CheckpointError, ConfigError, Run
 from meshpar.errors import Problems
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from meshpar.interop.encoder_config import encoder_options
-from meshpar.interop.encoder_model import EncoderModel, EncoderPretrained, export_encoder
-from meshpar.interop.family_model import VALUE
-from meshpar.interop.family_tensors import module_of, shapes_of
+from meshpar.interop.encoder_model import EncoderModel, EncoderPretrained
+from meshpar.interop.export import export
 from meshpar.interop.open_folder import open_folder
+from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders import ENCODERS
-from meshpar.models.encoders.config_classes import CONFIG_CLASSES
 from meshpar.models.encoders.family import Wanted
 from meshpar.verification.trial import Trial
 from tests.interop.encoders import ALL, CASES, END, HEADS, VOCAB, computed_by, config_of, inputs, saved
+from tests.interop.modules import built, opened
 
 IN_CI = [("roberta-pad", "classify"), ("modernbert-biases", "masked_tokens"),
          ("vit-wide", "classify"), ("clip", "pairs")]  # fmt: skip
@@ -42,22 +39,6 @@ IN_CI = [("roberta-pad", "classify"), ("modernbert-biases", "masked_tokens"),
 def _promotion():
     with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("highest"):
         yield
-
-
-def opened(folder: Path) -> tuple[EncoderPretrained, dict[str, jax.Array]]:
-    pretrained = open_folder(folder)
-    assert isinstance(pretrained, EncoderPretrained)
-    here = SingleDeviceSharding(jax.devices()[0])
-    shapes = shapes_of(pretrained.model.options)
-    structs = {path + VALUE: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
-    return pretrained, pretrained.params(structs)
-
-
-def built(model: EncoderModel, params: dict[str, jax.Array]) -> Any:
-    with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(nnx.eval_shape(lambda: module_of(model.options)(rngs=nnx.Rngs(0))))
-    filled = [(path, x.replace(params[".".join(map(str, path)) + VALUE])) for path, x in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def computed(model: Any, given: dict[str, np.ndarray]) -> Any:
@@ -71,9 +52,11 @@ def pad_of(config: dict[str, Any]) -> int | None:
 def check(folder: Path, reference: Any, atol: float = 1e-4) -> EncoderPretrained:
     """Compares what a folder's model computes with what transformers' does."""
     pretrained, params = opened(folder)
+    assert isinstance(pretrained, EncoderPretrained)
     config = config_of(folder)
     given = inputs(config)
-    want, found = computed_by(reference, given, pad_of(config)), computed(built(pretrained.model, params), given)
+    want = computed_by(reference, given, pad_of(config))
+    found = computed(built(pretrained.model.options, params), given)
     if "text_embeds" in want:
         picture, text, scale = found
         normed = [x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (picture, text)]
@@ -97,7 +80,7 @@ def test_what_is_computed_is_transformers_and_the_same_bits_are_written(case, he
     reference = saved(case, head, tmp_path / "read")
     pretrained = check(tmp_path / "read", reference)
     _, params = opened(tmp_path / "read")
-    export_encoder(tmp_path / "written", pretrained.model, params, tmp_path / "read")
+    export(tmp_path / "written", pretrained.model, params, tmp_path / "read")
     before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("read", "written"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(x, after[name]) and x.shape == after[name].shape for name, x in before.items())
@@ -113,10 +96,6 @@ def test_control_a_wrong_option_is_seen(tmp_path):
 
 
 # Keys --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_classes_is_that_of_transformers():
-    assert config_classes.text_of_encoders() == config_classes.OF_ENCODERS.read_text()
 
 
 def options_of(config: dict[str, Any], head: str, problems: Problems | None = None) -> Any:
@@ -227,6 +206,21 @@ def test_a_folder_of_another_head_gives_its_tower_and_says_what_it_leaves_out(tm
     assert {name.split(".")[0] for name in fitted.left_out} == {"cls"}
 
 
+def test_an_adapter_is_added_to_the_tower_under_another_head_too(tmp_path):
+    saved("bert", "classify", tmp_path / "base")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "../base", "r": 1, "lora_alpha": 1}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    module, matrices = "bert.encoder.layer.0.attention.self.query", {"A": (1, 32), "B": (32, 1)}
+    ones = {f"base_model.model.{module}.lora_{x}.weight": np.ones(shape, "f") for x, shape in matrices.items()}
+    save_file(ones, folder / "adapter_model.safetensors")
+    plain, adapted = (open_folder(one) for one in (tmp_path / "base", folder))
+    fitted = adapted.fitted(EncoderModel(config=plain.config, num_labels=5))
+    name = f"{module}.weight"
+    np.testing.assert_allclose(fitted.tensors[name].read(), plain.tensors[name].read() + 1, rtol=1e-6)
+
+
 def test_classes_of_another_number_are_left_out_and_the_pooler_is_read(tmp_path):
     saved("bert", "classify", tmp_path)
     pretrained = open_folder(tmp_path)
@@ -267,7 +261,7 @@ def test_padding_changes_no_token(tmp_path):
     """And its control: without a mask it does."""
     saved("modernbert", "hidden", tmp_path)
     pretrained, params = opened(tmp_path)
-    model = built(pretrained.model, params)
+    model = built(pretrained.model.options, params)
     tokens = inputs(CASES["modernbert"])["tokens"][2:, :7]
     padded = np.pad(tokens, ((0, 0), (0, 5)))
     alone, found = (computed(model, {"tokens": x}).hidden[:, :7] for x in (tokens, padded))

@@ -13,7 +13,8 @@ import pytest
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.interop.architectures import write as write_config
 from meshpar.interop.export import export
-from meshpar.interop.huggingface import layer_shapes, open_pretrained
+from meshpar.interop.huggingface import open_pretrained
+from meshpar.interop.layout import layer_shapes
 from meshpar.models import GPT, Llama
 from meshpar.models.decoder import DecoderModel
 from meshpar.tree import flatten_with_paths

@@ -12,27 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
-import config_classes
 from meshpar import AxisRules, MeshLayout, convert
 from meshpar.data import Synthetic
 from meshpar.errors import CheckpointError, ConfigError, Problems
 from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import architectures
-from meshpar.interop.family_config import class_of, options_of
-from meshpar.interop.family_model import VALUE, FamilyModel, FamilyPretrained, export_family
-from meshpar.interop.family_tensors import shapes_of
+from meshpar.interop.export import export
+from meshpar.interop.family_config import options_of
+from meshpar.interop.family_model import FamilyModel
 from meshpar.interop.open_folder import open_folder
+from meshpar.models.config_classes import CONFIG_CLASSES
 from meshpar.models.families import FAMILIES, REFUSED
 from meshpar.models.families.decoder import FamilyDecoder
-from meshpar.models.families.options import DecoderOptions
 from meshpar.optim import SGD
 from meshpar.verification.trial import Trial
 from tests.interop.families import BASE, CASES, OWN, PUBLISHED
+from tests.interop.modules import built, opened
 from tests.interop.pretrained import loaded, logits, saved_with
 
 ROWS, SEQ, VOCAB = 2, 24, 96
@@ -77,22 +75,6 @@ def wanted(config: dict[str, Any], folder: Path) -> np.ndarray:
     return logits(model, TOKENS)
 
 
-def opened(folder: Path) -> tuple[FamilyPretrained, dict[str, jax.Array]]:
-    pretrained = open_folder(folder)
-    assert isinstance(pretrained, FamilyPretrained)
-    here = SingleDeviceSharding(jax.devices()[0])
-    shapes = shapes_of(pretrained.model.options)
-    structs = {path + VALUE: jax.ShapeDtypeStruct(x, pretrained.dtype, sharding=here) for path, x in shapes.items()}
-    return pretrained, pretrained.params(structs)
-
-
-def built(options: DecoderOptions, params: dict[str, jax.Array]) -> FamilyDecoder:
-    with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(options, rngs=nnx.Rngs(0))))
-    filled = [(path, x.replace(params[".".join(map(str, path)) + VALUE])) for path, x in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
-
-
 def computed(model: FamilyDecoder) -> np.ndarray:
     return np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS, jnp.int32)))
 
@@ -121,7 +103,7 @@ def test_logits_are_those_of_transformers_and_the_same_bits_are_written(case, tm
     assert np.abs(want - want[::-1]).max() > 1e-2
     if case in (*IN_CI[:5], *BASE):
         np.testing.assert_allclose(decoded(model), found, rtol=0, atol=1e-4)
-    export_family(tmp_path / "written", pretrained.model, params, folder)
+    export(tmp_path / "written", pretrained.model, params, folder)
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "written"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(x, after[name]) and x.shape == after[name].shape for name, x in before.items())
@@ -152,10 +134,6 @@ def test_documents_of_a_row_do_not_attend_to_each_other(tmp_path):
 # Keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_classes_is_that_of_transformers():
-    assert config_classes.text_of_families() == config_classes.OF_FAMILIES.read_text()
-
-
 @pytest.mark.parametrize("kind", [kind for kind in BASE if kind not in ("kimi_k2", *OWN)])
 def test_a_missing_key_has_the_default_of_its_own_class(kind, tmp_path):
     """Read from a file without the key, and from the file as transformers completes it: the same options."""
@@ -183,7 +161,7 @@ def other_values() -> list[tuple[str, str]]:
     """Kind and key of each option that is no size."""
     found = []
     for kind in BASE:
-        own = class_of(kind, FAMILIES[kind])
+        own = CONFIG_CLASSES[FAMILIES[kind].called or kind]
         for key, default in own.defaults.items():
             if kind not in ("kimi_k2", *OWN) and type(default) in OTHER and not key.startswith(("output_", "return_")):
                 found.append((kind, key))
@@ -193,7 +171,7 @@ def other_values() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "key"), other_values())
 def test_another_value_of_a_key_is_read_as_transformers_reads_it_or_is_refused(kind, key, tmp_path):
-    default = class_of(kind, FAMILIES[kind]).defaults[key]
+    default = CONFIG_CLASSES[FAMILIES[kind].called or kind].defaults[key]
     config = CASES[kind] | {key: OTHER[type(default)](default)}
     if options_of(config, "", Problems()) is None:
         return
@@ -222,6 +200,8 @@ def test_another_value_of_a_key_is_read_as_transformers_reads_it_or_is_refused(k
         ("cohere", {"hidden_size": "big"}, "hidden_size", "'big', not a whole number"),
         ("gptj", {"rotary_dim": 3}, "rotary_dim", "in pairs"),
         ("gemma2", {"quantization_config": {"bits": 4}}, "quantization_config", "only null"),
+        ("phi3-longrope", {"original_max_position_embeddings": -1}, "rope_scaling.original_max_position_embeddings",
+         "not a positive"),
         ("nemotron", {"num_hidden_layers": 10**9}, "num_hidden_layers", "not a whole number"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshpar.interop import architectures
-from meshpar.interop.huggingface import _expected, names_of
+from meshpar.interop.layout import decoder_layout
 from meshpar.interop.safetensors import Written, write
 from meshpar.models import Llama
 from tests.interop.memory import SIZES
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     model = Llama(**SIZES)
     config = architectures.write(model)
     (made / "config.json").write_text(json.dumps(config))
-    expected = _expected(model, names_of(model, config["model_type"]))
+    expected = decoder_layout(model, config["model_type"]).expected.items()
     dtype = np.dtype("float32")
     write(made / "model.safetensors", [Written(n, dtype, s, lambda s=s: np.full(s, 0.1, "f")) for n, s in expected])
     return made

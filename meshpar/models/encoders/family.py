@@ -71,7 +71,7 @@ class Stored(Foreign):
 
     dims: Shape = ()
 
-    def shape(self, shapes: dict[str, Shape]) -> Shape:
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         return self.dims
 
     @property
@@ -120,9 +120,8 @@ def plain_layers(
     Args:
       dropout, attention_dropout: the keys of these numbers.
     """
-    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    head_dim = keys.head_dim(width, heads)
-    of = Attention(heads=heads, head_dim=head_dim, dropout=rate(keys, attention_dropout), **attention)
+    heads = keys.size("num_attention_heads")
+    of = Attention(heads=heads, head_dim=keys.head_dim, dropout=rate(keys, attention_dropout), **attention)
     mlp = MLP(width=keys.size("intermediate_size"), act=keys.act(), is_gated=False, bias=True)
     layer = Layer(
         attention=of, mlp=mlp, is_normed_after=is_normed_after, dropout=rate(keys, dropout) if dropout else 0.0

@@ -26,16 +26,15 @@ def _read(keys: Keys, wanted: Wanted) -> Options:
     norm = norm_of(keys, "norm_eps", keys.flag("norm_bias"))
     width, num = keys.size("hidden_size"), keys.num_layers
     tower = Text(
-        vocab_size=keys.size("vocab_size"), width=width, layers=_layers(keys, width, num), norm=norm, has_norm=True,
+        vocab_size=keys.size("vocab_size"), width=width, layers=_layers(keys, num), norm=norm, has_norm=True,
         max_seq_len=keys.size("max_position_embeddings"), pad_id=keys.value("pad_token_id"),
         dropout=rate(keys, "embedding_dropout"),
     )  # fmt: skip
     return EncoderOptions(tower=tower, head=_head(keys, wanted, width, norm))
 
 
-def _layers(keys: Keys, width: int, num: int) -> tuple[Layer, ...]:
-    heads = keys.size("num_attention_heads")
-    head_dim = keys.head_dim(width, heads)
+def _layers(keys: Keys, num: int) -> tuple[Layer, ...]:
+    heads, head_dim = keys.size("num_attention_heads"), keys.head_dim
     every = keys.some_size("global_attn_every_n_layers", 3) or 3
     types = keys.layer_list("layer_types", [SLIDING if i % every else FULL for i in range(num)], (SLIDING, FULL))
     thetas = keys.given["rope_theta"]
@@ -49,10 +48,8 @@ def _layers(keys: Keys, width: int, num: int) -> tuple[Layer, ...]:
     dropout = rate(keys, "attention_dropout")
     of = Attention(heads=heads, head_dim=head_dim, qkv_bias=has_bias, o_bias=has_bias, dropout=dropout)
     reach = keys.size("local_attention", least=2) // 2
-    attentions = {
-        FULL: replace(of, rope=keys.rope(head_dim, of_layers=FULL, theta=base[FULL])),
-        SLIDING: replace(of, rope=keys.rope(head_dim, of_layers=SLIDING, theta=base[SLIDING]), reach=reach),
-    }
+    ropes = keys.ropes(base[FULL], base[SLIDING])
+    attentions = {kind: replace(of, rope=ropes[kind], reach=reach if kind == SLIDING else None) for kind in ropes}
     mlp = MLP(
         width=keys.size("intermediate_size"),
         act=keys.act("hidden_activation"),

@@ -7,6 +7,7 @@ from typing import Any
 from meshpar.models.families.family import LAYER, Family, complete
 from meshpar.models.families.keys import Keys
 from meshpar.models.families.layer_norm import layer_norm
+from meshpar.models.families.llama_like import decoder
 from meshpar.models.families.options import MLP, Attention, DecoderOptions, Layer, Norm, Rope
 from meshpar.models.foreign import Names, linear, rows, vector
 
@@ -29,10 +30,7 @@ def _neox(keys: Keys) -> DecoderOptions:
     )  # fmt: skip
     inner = MLP(width=keys.size("intermediate_size"), act=keys.act(), is_gated=False, bias=True)
     layer = Layer(attention=of, mlp=inner, style="parallel" if keys.flag("use_parallel_residual") else "sequential")
-    return DecoderOptions(
-        vocab_size=keys.size("vocab_size"), width=width, layers=(layer,) * keys.num_layers, norm=layer_norm(keys),
-        max_seq_len=keys.size("max_position_embeddings"), is_tied=keys.flag("tie_word_embeddings"),
-    )  # fmt: skip
+    return decoder(keys, layer, layer_norm(keys))
 
 
 def _gptj(keys: Keys) -> DecoderOptions:
@@ -80,11 +78,7 @@ def _falcon(keys: Keys) -> DecoderOptions:
     style: Any = {"style": "parallel" if is_parallel else "sequential"}
     norms = ("attn_in", "mlp_in") if num_norms == 2 or not is_parallel else ("attn_in",)
     layer = Layer(attention=of, mlp=inner, norms=norms, **style)
-    return DecoderOptions(
-        vocab_size=keys.size("vocab_size"), width=width, layers=(layer,) * keys.num_layers,
-        norm=layer_norm(keys, "layer_norm_epsilon"), max_seq_len=keys.size("max_position_embeddings"),
-        is_tied=keys.flag("tie_word_embeddings"),
-    )  # fmt: skip
+    return decoder(keys, layer, layer_norm(keys, "layer_norm_epsilon"))
 
 
 def _opt(keys: Keys) -> DecoderOptions:
@@ -99,13 +93,11 @@ def _opt(keys: Keys) -> DecoderOptions:
     )
     inner = MLP(width=keys.size("ffn_dim"), act=keys.act("activation_function"), is_gated=False, bias=has_bias)
     after: Any = {} if is_before else {"style": "after", "norms": ("attn_out", "mlp_out")}
-    length = keys.size("max_position_embeddings")
-    return DecoderOptions(
-        vocab_size=keys.size("vocab_size"), width=width,
-        layers=(Layer(attention=of, mlp=inner, **after),) * keys.num_layers,
-        norm=Norm(kind="layer", eps=1e-5, has_scale=is_affine, has_bias=is_affine), max_seq_len=length,
-        positions=length + 2, position_offset=2, has_norm=is_before and not keys.flag("_remove_final_layer_norm"),
-        is_tied=keys.flag("tie_word_embeddings"),
+    return decoder(
+        keys, Layer(attention=of, mlp=inner, **after),
+        Norm(kind="layer", eps=1e-5, has_scale=is_affine, has_bias=is_affine),
+        positions=keys.size("max_position_embeddings") + 2, position_offset=2,
+        has_norm=is_before and not keys.flag("_remove_final_layer_norm"),
     )  # fmt: skip
 
 

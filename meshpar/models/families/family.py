@@ -14,7 +14,7 @@ from meshpar.models.foreign import Foreign, Names, Shape, linear, rows, vector
 class Exact(Foreign):
     """A tensor with the dims of its parameter."""
 
-    def shape(self, shapes: dict[str, Shape]) -> Shape:
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         return shapes[self.parts[0]]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshpar.models.families.family import Family, named
 from meshpar.models.families.keys import FULL, SLIDING, Keys
-from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms
+from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms, windowed
 from meshpar.models.families.options import DecoderOptions, Layer
 from meshpar.models.foreign import vector
 
@@ -18,15 +18,13 @@ def _gemma(keys: Keys) -> DecoderOptions:
     inner = replace(mlp(keys), act="gelu_tanh" if act == "gelu" else act)  # as the official files mean it
     layer = Layer(attention=attention(keys, **biases(keys)), mlp=inner)
     scale = keys.size("hidden_size") ** 0.5
-    return decoder(keys, [layer] * keys.num_layers, rms(keys, offset=1.0), embed_scale=scale)
+    return decoder(keys, layer, rms(keys, offset=1.0), embed_scale=scale)
 
 
 def _gemma2(keys: Keys) -> DecoderOptions:
     scale = keys.size("query_pre_attn_scalar") ** -0.5
     of = attention(keys, scale=scale, cap=keys.some_number("attn_logit_softcapping"), **biases(keys))
-    windows = keys.windows([FULL if i % 2 else SLIDING for i in range(keys.num_layers)])
-    inner = mlp(keys, "hidden_activation")
-    layers = [Layer(attention=replace(of, window=one), mlp=inner, norms=SANDWICH) for one in windows]
+    layers = windowed(of, mlp(keys, "hidden_activation"), keys.windows_but_every(2), norms=SANDWICH)
     return decoder(
         keys, layers, rms(keys, offset=1.0), embed_scale=keys.size("hidden_size") ** 0.5,
         cap=keys.some_number("final_logit_softcapping"),
@@ -35,23 +33,22 @@ def _gemma2(keys: Keys) -> DecoderOptions:
 
 def _gemma3(keys: Keys) -> DecoderOptions:
     norm = rms(keys, offset=1.0)
-    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    head_dim = keys.head_dim(width, heads)
     thetas = keys.given["rope_theta"] if isinstance(keys.given["rope_theta"], dict) else {}
     full = keys.value("rope_theta") if not thetas else thetas["global"]
     local = keys.value("rope_local_base_freq") or 1e4
-    ropes = {kind: keys.rope(head_dim, of_layers=kind, theta=theta) for kind, theta in ((FULL, full), (SLIDING, local))}
+    ropes = keys.ropes(full, local)
     of = attention(
         keys, rope=ropes[FULL], scale=keys.size("query_pre_attn_scalar") ** -0.5, qk_norm=norm, **biases(keys)
     )
-    every = keys.some_size("sliding_window_pattern", 6) or 6
-    windows = keys.windows([SLIDING if (i + 1) % every else FULL for i in range(keys.num_layers)])
+    windows = keys.windows_but_every(keys.some_size("sliding_window_pattern", 6) or 6)
     inner = mlp(keys, "hidden_activation")
     layers = [
         Layer(attention=replace(of, window=one, rope=ropes[SLIDING if one else FULL]), mlp=inner, norms=SANDWICH)
         for one in windows
     ]
-    return decoder(keys, layers, norm, embed_scale=width**0.5, cap=keys.some_number("final_logit_softcapping"))
+    return decoder(
+        keys, layers, norm, embed_scale=keys.size("hidden_size") ** 0.5, cap=keys.some_number("final_logit_softcapping")
+    )
 
 
 NAMES = named(

@@ -27,7 +27,7 @@ def _with(keys: Keys, inner: MLP | Experts) -> DecoderOptions:
     of = attention(keys, scale=keys.number("attention_multiplier"), **biases(keys))
     layer = Layer(attention=of, mlp=inner, residual_scale=keys.number("residual_multiplier"))
     return decoder(
-        keys, [layer] * keys.num_layers, rms(keys), embed_scale=keys.number("embedding_multiplier"),
+        keys, layer, rms(keys), embed_scale=keys.number("embedding_multiplier"),
         logit_scale=1 / (keys.number("logits_scaling") or 1.0),
     )  # fmt: skip
 

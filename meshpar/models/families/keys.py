@@ -105,8 +105,10 @@ class Keys:
             return heads
         return kv_heads
 
-    def head_dim(self, width: int, heads: int) -> int:
+    @property
+    def head_dim(self) -> int:
         """The size of a head; by default its part of the residual stream."""
+        width, heads = self.size("hidden_size"), self.size("num_attention_heads")
         found = self.some_size("head_dim") if "head_dim" in self.given else None
         if found is None and width % heads:
             self.wrong("hidden_size", f"is {width}, no multiple of the {heads} heads")
@@ -170,16 +172,25 @@ class Keys:
             self.wrong("sliding_window", f"is null, and layer_types has {SLIDING}", "layer_types: null, or a window")
         return [window if one == SLIDING else None for one in types]
 
+    def windows_but_every(self, count: int) -> list[int | None]:
+        """The same, where by default each layer has a window, but every `count`-th."""
+        return self.windows([SLIDING if (i + 1) % count else FULL for i in range(self.num_layers)])
+
+    def ropes(self, full: float | None, sliding: float) -> dict[str, Rope]:
+        """Rotary positions of each type of layers, with the bases where `rope_parameters` has none; see `rope`."""
+        return {kind: self.rope(of_layers=kind, theta=theta) for kind, theta in ((FULL, full), (SLIDING, sliding))}
+
     # Rotary positions ------------------------------------------------------------------------------------------
 
     def rope(
-        self, head_dim: int, *, fraction: float | None = None, is_interleaved: bool = False, is_unzipped: bool = False,
-        of_layers: str | None = None, theta: float | None = None, plain: Json | None = None,
+        self, head_dim: int | None = None, *, fraction: float | None = None, is_interleaved: bool = False,
+        is_unzipped: bool = False, of_layers: str | None = None, theta: float | None = None, plain: Json | None = None,
         own: Sequence[str] = (),
     ) -> Rope:  # fmt: skip
         """Rotary positions by `rope_parameters`, or by `rope_scaling` of earlier versions, which comes first.
 
         Args:
+          head_dim: by default that of the config.
           fraction: the default fraction of a head that is rotated; None if the model rotates whole heads.
           of_layers: the type of layers that these are of, for which `rope_parameters` has a mapping of its own.
           theta: the base where the mapping has none; default: the key `rope_theta`.
@@ -196,7 +207,7 @@ class Keys:
             kind = "default"
         self._check_rope_keys(key, given, kind, own)
         base = self._positive(key, "rope_theta", given.get("rope_theta", base))
-        rotated = int(head_dim * self._fraction(key, given, fraction))
+        rotated = int((head_dim or self.head_dim) * self._fraction(key, given, fraction))
         if rotated % 2 or not rotated:
             self.wrong(key, f"{rotated} elements of a head are rotated, in pairs, and {rotated} is odd or 0")
             rotated = 2
@@ -295,7 +306,8 @@ class Keys:
     def _longrope(self, key: str, given: Json, factor: float, original: float, rotated: int) -> dict[str, Any]:
         attention = given.get("attention_factor")
         if attention is None:
-            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            is_short = factor <= 1 or original <= 1
+            attention = 1.0 if is_short else math.sqrt(1 + math.log(factor) / math.log(original))
         numbers: dict[str, Any] = {"attention_factor": self._positive(key, "attention_factor", attention)}
         for name in ("short_factor", "long_factor"):
             values = given.get(name)

@@ -7,9 +7,9 @@ from typing import Any
 
 from meshpar.models.families.family import Family, exact, named
 from meshpar.models.families.gemma import SANDWICH
-from meshpar.models.families.keys import FULL, SLIDING, Keys
+from meshpar.models.families.keys import Keys
 from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms
-from meshpar.models.families.options import DecoderOptions, Layer, Norm, Rope
+from meshpar.models.families.options import DecoderOptions, Layer, Norm
 from meshpar.models.foreign import linear, vector
 
 
@@ -17,59 +17,53 @@ def layer_norm(keys: Keys, key: str = "layer_norm_eps", **options: Any) -> Norm:
     return Norm(kind="layer", eps=keys.number(key), **{"has_bias": True} | options)
 
 
-def partial_rope(keys: Keys, fraction: float, **options: Any) -> Rope:
-    head_dim = keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads"))
-    return keys.rope(head_dim, fraction=fraction, **options)
-
-
 def _starcoder(keys: Keys) -> DecoderOptions:
     has_bias = keys.flag("use_bias")
     of = attention(keys, window=keys.some_size("sliding_window"), **biases(keys, "use_bias"))
     layer = Layer(attention=of, mlp=mlp(keys, is_gated=False, bias=has_bias))
-    return decoder(keys, [layer] * keys.num_layers, layer_norm(keys, "norm_epsilon"))
+    return decoder(keys, layer, layer_norm(keys, "norm_epsilon"))
 
 
 def _nemotron(keys: Keys) -> DecoderOptions:
-    of = attention(keys, rope=partial_rope(keys, 0.5), **biases(keys))
+    of = attention(keys, rope=keys.rope(fraction=0.5), **biases(keys))
     layer = Layer(attention=of, mlp=mlp(keys, is_gated=False, bias=keys.flag("mlp_bias")))
-    return decoder(keys, [layer] * keys.num_layers, layer_norm(keys, "norm_eps", offset=1.0))
+    return decoder(keys, layer, layer_norm(keys, "norm_eps", offset=1.0))
 
 
 def _stablelm(keys: Keys) -> DecoderOptions:
     norm = layer_norm(keys)
     qk_norm = replace(norm, has_bias=False) if keys.flag("qk_layernorm") else None
     of = attention(
-        keys, rope=partial_rope(keys, 0.25), qkv_bias=keys.flag("use_qkv_bias"), qk_norm=qk_norm, norm_over="each_head"
+        keys, rope=keys.rope(fraction=0.25), qkv_bias=keys.flag("use_qkv_bias"), qk_norm=qk_norm, norm_over="each_head"
     )
     is_parallel = keys.flag("use_parallel_residual")
     parallel: Any = {"style": "parallel", "norms": ("attn_in",)} if is_parallel else {}
-    return decoder(keys, [Layer(attention=of, mlp=mlp(keys), **parallel)] * keys.num_layers, norm)
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys), **parallel), norm)
 
 
 def _phi(keys: Keys) -> DecoderOptions:
     norm = layer_norm(keys)
     of = attention(
-        keys, rope=partial_rope(keys, 0.5), qkv_bias=True, o_bias=True,
+        keys, rope=keys.rope(fraction=0.5), qkv_bias=True, o_bias=True,
         qk_norm=norm if keys.flag("qk_layernorm") else None,
     )  # fmt: skip
     layer = Layer(attention=of, mlp=mlp(keys, is_gated=False, bias=True), style="parallel", norms=("attn_in",))
-    return decoder(keys, [layer] * keys.num_layers, norm, head_bias=True)
+    return decoder(keys, layer, norm, head_bias=True)
 
 
 def _cohere(keys: Keys) -> DecoderOptions:
     norm = layer_norm(keys, has_bias=False)
-    rope = keys.rope(keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads")), is_interleaved=True)
+    rope = keys.rope(is_interleaved=True)
     qk_norm = norm if keys.flag("use_qk_norm") else None
     of = attention(keys, rope=rope, qk_norm=qk_norm, norm_over="each_head", **biases(keys))
     layer = Layer(attention=of, mlp=mlp(keys), style="parallel", norms=("attn_in",))
-    return decoder(keys, [layer] * keys.num_layers, norm, logit_scale=keys.number("logit_scale"))
+    return decoder(keys, layer, norm, logit_scale=keys.number("logit_scale"))
 
 
 def _cohere2(keys: Keys) -> DecoderOptions:
-    rope = keys.rope(keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads")), is_interleaved=True)
+    rope = keys.rope(is_interleaved=True)
     of = attention(keys, rope=rope, **biases(keys))
-    every = keys.some_size("sliding_window_pattern", 4) or 4
-    windows = keys.windows([SLIDING if (i + 1) % every else FULL for i in range(keys.num_layers)])
+    windows = keys.windows_but_every(keys.some_size("sliding_window_pattern", 4) or 4)
     inner = mlp(keys)
     layers = [
         Layer(
@@ -82,10 +76,10 @@ def _cohere2(keys: Keys) -> DecoderOptions:
 
 
 def _glm4(keys: Keys) -> DecoderOptions:
-    rope = partial_rope(keys, 0.5, is_interleaved=True)
+    rope = keys.rope(fraction=0.5, is_interleaved=True)
     of = attention(keys, rope=rope, qkv_bias=keys.flag("attention_bias"))
     layer = Layer(attention=of, mlp=mlp(keys, form="fused"), norms=SANDWICH)
-    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+    return decoder(keys, layer, rms(keys))
 
 
 _ATTN = "model.layers.*.self_attn"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshpar.models.families.family import Family, exact, named
 from meshpar.models.families.keys import FULL, SLIDING, Keys
-from meshpar.models.families.options import MLP, Attention, DecoderOptions, Layer, Norm, Rope
+from meshpar.models.families.options import MLP, Attention, DecoderOptions, Experts, Layer, Norm, Rope
 from meshpar.models.foreign import Names
 
 
@@ -16,12 +18,9 @@ def rms(keys: Keys, key: str = "rms_norm_eps", offset: float = 0.0) -> Norm:
 
 def attention(keys: Keys, *, rope: Rope | None = None, **options: Any) -> Attention:
     """The attention of a config with the usual names of sizes; whole heads are rotated unless `rope` is given."""
-    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    head_dim = keys.head_dim(width, heads)
-    kv_heads = keys.kv_heads(heads)
-    rope = rope or keys.rope(head_dim)
-    usual = {"scale": head_dim**-0.5, "rope": rope}
-    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **usual | options)
+    heads, head_dim = keys.size("num_attention_heads"), keys.head_dim
+    usual = {"scale": head_dim**-0.5, "rope": rope or keys.rope()}
+    return Attention(heads=heads, kv_heads=keys.kv_heads(heads), head_dim=head_dim, **usual | options)
 
 
 def biases(keys: Keys, key: str = "attention_bias") -> dict[str, Any]:
@@ -34,40 +33,43 @@ def mlp(keys: Keys, act: str = "hidden_act", **options: Any) -> MLP:
     return MLP(width=keys.size("intermediate_size"), act=keys.act(act), **options)
 
 
-def decoder(keys: Keys, layers: list[Layer], norm: Norm, **options: Any) -> DecoderOptions:
+def decoder(keys: Keys, layers: Layer | list[Layer], norm: Norm, **options: Any) -> DecoderOptions:
+    """A decoder with the usual names of sizes, of different layers or of equal ones."""
+    every = layers if isinstance(layers, list) else [layers] * keys.num_layers
     return DecoderOptions(
-        vocab_size=keys.size("vocab_size"), width=keys.size("hidden_size"), layers=tuple(layers), norm=norm,
+        vocab_size=keys.size("vocab_size"), width=keys.size("hidden_size"), layers=tuple(every), norm=norm,
         max_seq_len=keys.size("max_position_embeddings"),
         **{"is_tied": keys.flag("tie_word_embeddings")} | options,
     )  # fmt: skip
 
 
+def windowed(of: Attention, inner: MLP | Experts, windows: Sequence[int | None], **options: Any) -> list[Layer]:
+    """Layers that differ in their windows."""
+    return [Layer(attention=replace(of, window=one), mlp=inner, **options) for one in windows]
+
+
 def _seed_oss(keys: Keys) -> DecoderOptions:
     of = attention(keys, qkv_bias=keys.flag("attention_bias"), o_bias=keys.flag("attention_out_bias"))
     layer = Layer(attention=of, mlp=mlp(keys, bias=keys.flag("mlp_bias")))
-    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+    return decoder(keys, layer, rms(keys))
 
 
 def _ernie(keys: Keys) -> DecoderOptions:
-    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    rope = keys.rope(keys.head_dim(width, heads), is_interleaved=True)
-    layer = Layer(
-        attention=attention(keys, rope=rope, **biases(keys, "use_bias")), mlp=mlp(keys, bias=keys.flag("use_bias"))
-    )
-    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+    of = attention(keys, rope=keys.rope(is_interleaved=True), **biases(keys, "use_bias"))
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys, bias=keys.flag("use_bias"))), rms(keys))
 
 
 def _internlm(keys: Keys) -> DecoderOptions:
     if keys.flag("attention_bias") != keys.flag("mlp_bias"):
         keys.wrong("attention_bias", "differs from mlp_bias: this model has a bias in all projections, or in none")
     layer = Layer(attention=attention(keys, **biases(keys)), mlp=mlp(keys, bias=keys.flag("mlp_bias")))
-    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+    return decoder(keys, layer, rms(keys))
 
 
 def _hunyuan(keys: Keys) -> DecoderOptions:
     norm = rms(keys)
     of = attention(keys, qk_norm=norm, norms_rotated=True, **biases(keys))
-    return decoder(keys, [Layer(attention=of, mlp=mlp(keys))] * keys.num_layers, norm)
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys)), norm)
 
 
 def _smollm(keys: Keys) -> DecoderOptions:
@@ -76,10 +78,9 @@ def _smollm(keys: Keys) -> DecoderOptions:
     rotates = keys.layer_list("no_rope_layers", [int((i + 1) % every != 0) for i in range(num)], (0, 1))
     has_window = keys.flag("use_sliding_window") and keys.value("sliding_window") is not None
     types = [SLIDING if has_window and not one else FULL for one in rotates]
-    of = vars(attention(keys, **biases(keys)))
-    inner = mlp(keys, bias=keys.flag("mlp_bias"))
+    of, inner = attention(keys, **biases(keys)), mlp(keys, bias=keys.flag("mlp_bias"))
     layers = [
-        Layer(attention=Attention(**of | {"window": window, "rope": of["rope"] if turns else None}), mlp=inner)
+        Layer(attention=replace(of, window=window, rope=of.rope if turns else None), mlp=inner)
         for window, turns in zip(keys.windows(types), rotates, strict=True)
     ]
     return decoder(keys, layers, rms(keys))
@@ -87,14 +88,12 @@ def _smollm(keys: Keys) -> DecoderOptions:
 
 def _apertus(keys: Keys) -> DecoderOptions:
     norm = rms(keys)
-    width, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     usual = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
              "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
-    rope = keys.rope(keys.head_dim(width, heads), plain=usual)
     keys.only("hidden_act", "xielu", "only xielu is supported for this model")
     inner = MLP(width=keys.size("intermediate_size"), act="xielu", is_gated=False)
-    layer = Layer(attention=attention(keys, rope=rope, qk_norm=norm, **biases(keys)), mlp=inner)
-    return decoder(keys, [layer] * keys.num_layers, norm)
+    layer = Layer(attention=attention(keys, rope=keys.rope(plain=usual), qk_norm=norm, **biases(keys)), mlp=inner)
+    return decoder(keys, layer, norm)
 
 
 _XIELU: Names = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from meshpar.models.families.family import LAYER, Family, experts, named
 from meshpar.models.families.keys import FULL, SLIDING, Keys
-from meshpar.models.families.layer_norm import layer_norm, partial_rope
-from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms
+from meshpar.models.families.layer_norm import layer_norm
+from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms, windowed
 from meshpar.models.families.options import MLP, DecoderOptions, Experts, Latent, Layer, Norm
 from meshpar.models.foreign import Names, linear, rows, vector
 
@@ -46,8 +46,7 @@ def _phimoe(keys: Keys) -> DecoderOptions:
     )  # fmt: skip
     of = attention(keys, window=keys.some_size("sliding_window"), **biases(keys))
     norm = layer_norm(keys, "rms_norm_eps")
-    layers = [Layer(attention=of, mlp=sparse)] * keys.num_layers
-    return decoder(keys, layers, norm, head_bias=keys.flag("lm_head_bias"))
+    return decoder(keys, Layer(attention=of, mlp=sparse), norm, head_bias=keys.flag("lm_head_bias"))
 
 
 def _sigmoid(keys: Keys, act: Any) -> Experts:
@@ -69,7 +68,7 @@ def _after_dense(keys: Keys, of: Any, sparse: Experts) -> list[Layer]:
 def _glm4_moe(keys: Keys) -> DecoderOptions:
     norm = rms(keys)
     of = attention(
-        keys, rope=partial_rope(keys, 0.5), qkv_bias=keys.flag("attention_bias"),
+        keys, rope=keys.rope(fraction=0.5), qkv_bias=keys.flag("attention_bias"),
         qk_norm=norm if keys.flag("use_qk_norm") else None,
     )  # fmt: skip
     return decoder(keys, _after_dense(keys, of, _sigmoid(keys, keys.act())), norm)
@@ -112,20 +111,18 @@ def _deepseek3(keys: Keys) -> DecoderOptions:
 
 
 def _gpt_oss(keys: Keys) -> DecoderOptions:
-    head_dim = keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads"))
     usual = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
              "original_max_position_embeddings": 4096}  # fmt: skip
     keys.only("swiglu_alpha", 1.702, "only 1.702 is supported")
     keys.only("swiglu_limit", 7.0, "only 7.0 is supported")
     keys.only("hidden_act", "silu", "only silu is supported for this model")
-    of = attention(keys, rope=keys.rope(head_dim, plain=usual), has_sinks=True, **biases(keys))
+    of = attention(keys, rope=keys.rope(plain=usual), has_sinks=True, **biases(keys))
     sparse = Experts(
         mlp=MLP(width=keys.size("intermediate_size"), act="gpt_oss", bias=True),
         num=keys.num_experts("num_local_experts"), per_token=keys.per_token("num_local_experts"),
         router="softmax_chosen", router_bias=True,
     )  # fmt: skip
-    windows = keys.windows([FULL if i % 2 else SLIDING for i in range(keys.num_layers)])
-    return decoder(keys, [Layer(attention=replace(of, window=one), mlp=sparse) for one in windows], rms(keys))
+    return decoder(keys, windowed(of, sparse, keys.windows_but_every(2)), rms(keys))
 
 
 _MLP = "model.layers.*.mlp"

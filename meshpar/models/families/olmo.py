@@ -15,23 +15,20 @@ AFTER = ("attn_out", "mlp_out")
 
 def _olmo(keys: Keys) -> DecoderOptions:
     layer = Layer(attention=attention(keys, clip=keys.some_number("clip_qkv"), **biases(keys)), mlp=mlp(keys))
-    return decoder(keys, [layer] * keys.num_layers, Norm(kind="layer", eps=1e-5, has_scale=False))
+    return decoder(keys, layer, Norm(kind="layer", eps=1e-5, has_scale=False))
 
 
 def _olmo2(keys: Keys) -> DecoderOptions:
     norm = rms(keys)
     of = attention(keys, qk_norm=norm, norm_over="all_heads", **biases(keys))
-    return decoder(keys, [Layer(attention=of, mlp=mlp(keys), norms=AFTER)] * keys.num_layers, norm)
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys), norms=AFTER), norm)
 
 
 def _olmo3(keys: Keys) -> DecoderOptions:
     norm = rms(keys)
-    head_dim = keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads"))
-    thetas = {FULL: None, SLIDING: 5e5}  # `rope_theta` of a file is that of full attention
-    ropes = {kind: keys.rope(head_dim, of_layers=kind, theta=theta) for kind, theta in thetas.items()}
+    ropes = keys.ropes(None, 5e5)  # `rope_theta` of a file is that of full attention
     of = attention(keys, rope=ropes[FULL], qk_norm=norm, norm_over="all_heads", **biases(keys))
-    windows = keys.windows([SLIDING if (i + 1) % 4 else FULL for i in range(keys.num_layers)])
-    inner = mlp(keys)
+    windows, inner = keys.windows_but_every(4), mlp(keys)
     layers = [
         Layer(attention=replace(of, window=one, rope=ropes[SLIDING if one else FULL]), mlp=inner, norms=AFTER)
         for one in windows

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from meshpar.models.families.family import LAYER, Family, named
 from meshpar.models.families.keys import FULL, SLIDING, Keys
-from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms
+from meshpar.models.families.llama_like import attention, biases, decoder, mlp, rms, windowed
 from meshpar.models.families.options import Attention, DecoderOptions, Layer
 from meshpar.models.foreign import linear
 
@@ -15,12 +14,12 @@ from meshpar.models.foreign import linear
 def _llama(keys: Keys) -> DecoderOptions:
     of = attention(keys, **biases(keys))
     layer = Layer(attention=of, mlp=mlp(keys, bias=keys.flag("mlp_bias")))
-    return decoder(keys, [layer] * keys.num_layers, rms(keys))
+    return decoder(keys, layer, rms(keys))
 
 
 def _mistral(keys: Keys) -> DecoderOptions:
     of = attention(keys, window=keys.some_size("sliding_window"))
-    return decoder(keys, [Layer(attention=of, mlp=mlp(keys))] * keys.num_layers, rms(keys))
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys)), rms(keys))
 
 
 def _qwen2(keys: Keys) -> DecoderOptions:
@@ -38,14 +37,12 @@ def _qwen(keys: Keys, of: Attention) -> DecoderOptions:
     types = [SLIDING if uses and i >= first else FULL for i in range(keys.num_layers)]
     keys.value("sliding_window")
     windows = keys.windows(types) if uses else [None for _ in keys.layer_list("layer_types", types, (FULL,))]
-    inner = mlp(keys)
-    return decoder(keys, [Layer(attention=replace(of, window=one), mlp=inner) for one in windows], rms(keys))
+    return decoder(keys, windowed(of, mlp(keys), windows), rms(keys))
 
 
 def _phi3(keys: Keys) -> DecoderOptions:
-    head_dim = keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads"))
-    of = attention(keys, rope=keys.rope(head_dim, fraction=1.0), window=keys.some_size("sliding_window"))
-    return decoder(keys, [Layer(attention=of, mlp=mlp(keys))] * keys.num_layers, rms(keys))
+    of = attention(keys, rope=keys.rope(fraction=1.0), window=keys.some_size("sliding_window"))
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys)), rms(keys))
 
 
 def _ministral3(keys: Keys) -> DecoderOptions:
@@ -53,17 +50,13 @@ def _ministral3(keys: Keys) -> DecoderOptions:
         "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
     }  # fmt: skip
-    head_dim = keys.head_dim(keys.size("hidden_size"), keys.size("num_attention_heads"))
-    own = ("llama_4_scaling_beta", "max_position_embeddings")
-    rope = keys.rope(head_dim, plain=usual, own=own)
-    beta, original = (
-        keys.rope_number("llama_4_scaling_beta", usual),
-        keys.rope_number("original_max_position_embeddings", usual),
-    )
+    rope = keys.rope(plain=usual, own=("llama_4_scaling_beta", "max_position_embeddings"))
+    names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    beta, original = (keys.rope_number(name, usual) for name in names)
     of = attention(
         keys, rope=rope, window=keys.some_size("sliding_window"), position_scale=(beta, int(original)) if beta else None
     )
-    return decoder(keys, [Layer(attention=of, mlp=mlp(keys))] * keys.num_layers, rms(keys))
+    return decoder(keys, Layer(attention=of, mlp=mlp(keys)), rms(keys))
 
 
 FAMILIES = {
