@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -18,9 +17,10 @@ from meshpar.data.chat.template import read_template
 from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.serve.answer import Answer
+from meshpar.serve.batch import Batch
 from meshpar.serve.engine import Engine
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.scheduler import Request, Scheduler
+from meshpar.serve.scheduler import Request
 from meshpar.serve.source import Source
 
 Pair = tuple[Any, list[int], list[int]]
@@ -107,7 +107,7 @@ class EngineModel(TemplateLM):
             asked.append(Request(prompt=tokens, max_tokens=1, is_scored_only=True, scores=True, scores_prompt=True))
             first.append(len(tokens) - len(following))
         answers = [Answer(self.source.tokenizer, (), 0, ()) for _ in asked]
-        _answer(self.engine, asked, answers)
+        _ = list(Batch(answers).stream(self.engine, asked))
         found = []
         for request, answer, begin in zip(asked, answers, first, strict=True):
             scores, tokens = answer.prompt_scores[begin - 1 :], request.prompt[begin:]
@@ -129,7 +129,7 @@ class EngineModel(TemplateLM):
             asked.append(Request(prompt=prompt, max_tokens=longest, sampling=_sampling(options), index=i))
             answers.append(Answer(self.source.tokenizer, list(filter(None, stop)), longest, self.source.ends, prompt))
             stops.append(stop)
-        _answer(self.engine, asked, answers)
+        _ = list(Batch(answers).stream(self.engine, asked))
         decode = self.source.tokenizer.decode
         texts = [decode(answer.tokens) for answer in answers]
         return [postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)]
@@ -148,25 +148,3 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     top_p, min_p = options.get("top_p") or 1.0, options.get("min_p") or 0.0
     top_k = options.get("top_k") or None
     return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-
-
-def _answer(engine: Engine, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
-    """Fills the answers, with as many requests at a time as the engine has slots."""
-    capacity = engine.decoding.capacity
-    scheduler = Scheduler(replace(capacity, max_queue=max(capacity.max_queue, len(requests))))
-    running = dict(zip(requests, answers, strict=True))
-    scheduler.submit(requests)
-    while running:
-        plan = scheduler.plan()
-        for request, token, score in scheduler.advance(plan, engine.run(plan)):
-            if not (answer := running.get(request)):
-                continue  # a stop string has ended it
-            row = scheduler.row_of(request)
-            if not answer.tokens and row:
-                answer.prompt_scores = row.prompt_scores
-            answer.add(token)
-            if score is not None and len(answer.scores) < len(answer.tokens):
-                answer.scores.append(score)
-            if answer.finish:
-                scheduler.end(request)
-                del running[request]

@@ -175,7 +175,7 @@ async def serve(engine: Engine, workload: Workload, rate: float, sampling: Sampl
 async def _running(engine: Engine, observer: Observer) -> AsyncIterator[Service]:
     """A service whose answers end by their length alone."""
     capacity = engine.decoding.capacity
-    service = Service(engine, capacity, _no_end(engine.decoding.model.vocab_size), observer)
+    service = Service(engine, capacity, _no_end(engine.decoding.vocab_size), observer)
     task = asyncio.create_task(service.run())
     yield service
     task.cancel()
@@ -191,7 +191,7 @@ def batch_engine(source: Source, workload: Workload, num_rows: int) -> Engine:
 
 def generate(name: str, engine: Engine, workload: Workload, num_rows: int) -> Load:
     """Answers one batch after the other; each goes on until its longest answer ends."""
-    tokenizer = _no_end(engine.vocab_size)
+    tokenizer = _no_end(engine.decoding.vocab_size)
     first: list[float] = []
     between: list[float] = []
     for begin in range(0, len(workload.prompts), num_rows):

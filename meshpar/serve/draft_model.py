@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshpar.serve.paged_decoding import PagedDecoding, Pages, RowArrays, Turn
+from meshpar.serve.decoding import Decoding, RowArrays, Turn
 from meshpar.serve.paged_model import PagedModel
 from meshpar.serve.scheduler import Row
 from meshpar.train.program import on_host
@@ -25,8 +25,8 @@ class DraftModel(PagedModel):
     Source: Leviathan et al. 2023, arXiv:2211.17192; see also `drafts`.
     """
 
-    def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any]):
-        self._draft = None if decoding.capacity.whole_prompts else decoding.compile_draft()
+    def __init__(self, decoding: Decoding, restore: Callable[[Any], Any]):
+        self._draft = None if decoding.is_batch else decoding.compile_draft()
         super().__init__(decoding, restore)
 
     @property
@@ -42,7 +42,7 @@ class DraftModel(PagedModel):
         found = on_host(drafts).tolist()
         return [draft[: row.num_missing - 1] if row else [] for row, draft in zip(rows, found, strict=True)]
 
-    def check(self, compiled: Callable[..., Any], params: Any, turn: Turn, rows: RowArrays, pages: Pages) -> Any:
+    def check(self, compiled: Callable[..., Any], params: Any, turn: Turn, rows: RowArrays, pages: Any) -> Any:
         """Runs `compile_round` of the larger model. Returns its tokens, the accepted drafts, the turn and its pages."""
         tokens, num_accepted, turn, pages, self._pages = compiled(params, self._params, turn, rows, pages, self._pages)
         return tokens, num_accepted, turn, pages

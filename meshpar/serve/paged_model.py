@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from meshpar.serve.adjust import NOTHING
-from meshpar.serve.paged_decoding import PagedDecoding, RowArrays, TokenChunks, Turn
+from meshpar.serve.decoding import Decoding, RowArrays, TokenChunks, Turn
 from meshpar.serve.sampling import Asked, RowSampling, Sampling
 from meshpar.serve.scheduler import Chunk, Row
 from meshpar.serve.scores import TokenScores
@@ -26,34 +26,28 @@ class PagedModel:
       restore: structs with shardings -> the parameters.
     """
 
-    def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any]):
+    def __init__(self, decoding: Decoding, restore: Callable[[Any], Any]):
         self.decoding = decoding
         self._prefill = decoding.compile_prefill()
         self._params = restore(structs(decoding.params))
-        is_whole = decoding.capacity.whole_prompts
-        self._pages = None if is_whole else decoding.empty_pages()
+        self._pages = None if decoding.is_batch else decoding.empty_pages()
 
     def prefill(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], TokenScores | None]:
         """Computes chunks of prompts. Returns the token after each, and its scores."""
-        rows = [chunk and chunk.row for chunk in chunks]
-        placed = self._placed_prompts(chunks)
-        if self.decoding.capacity.whole_prompts:
+        if self.decoding.is_batch:
             self._pages = None  # those of the batch before
-        found, scores, self._pages = self._prefill(self._params, placed, self._placed_rows(rows), self._pages)
+        placed = self._placed_chunks(chunks, self.decoding.prompts), self._placed_rows(rows_of(chunks))
+        found, scores, self._pages = self._prefill(self._params, *placed, self._pages)
         return on_host(found).tolist(), scores
 
-    def _placed_prompts(self, chunks: Sequence[Chunk | None]) -> TokenChunks:
-        rows = [chunk and chunk.row for chunk in chunks]
-        return self._placed_chunks(rows, [chunk.tokens if chunk else [0] for chunk in chunks], self.decoding.prompts)
-
-    def _placed_chunks(
-        self, rows: Sequence[Row | None], tokens: Sequence[Sequence[int]], structs: TokenChunks
-    ) -> TokenChunks:
+    def _placed_chunks(self, chunks: Sequence[Chunk | None], structs: TokenChunks) -> TokenChunks:
         """Tokens that follow the cached ones of each row."""
         size = structs.tokens.shape[1]
-        padded = np.array([[*chunk, *[chunk[-1]] * (size - len(chunk))] for chunk in tokens], np.int32)
-        begins = np.array([row.num_cached if row else 0 for row in rows], np.int32)
-        lengths = np.array([len(chunk) for chunk in tokens], np.int32)
+        each = [chunk.tokens if chunk else [0] for chunk in chunks]
+        padded = np.array([[*tokens, *[tokens[-1]] * (size - len(tokens))] for tokens in each], np.int32)
+        has_cache = not self.decoding.recomputes
+        begins = np.array([chunk.row.num_cached if chunk and has_cache else 0 for chunk in chunks], np.int32)
+        lengths = np.array([len(tokens) for tokens in each], np.int32)
         return jax.device_put(TokenChunks(padded, begins, lengths), shardings(structs))
 
     def _placed_turn(self, rows: Sequence[Row | None]) -> Turn:
@@ -64,7 +58,7 @@ class PagedModel:
 
     def _placed_rows(self, rows: Sequence[Row | None]) -> RowArrays:
         """Rows without a request have no pages, and are decoded greedily."""
-        table = None if self.decoding.capacity.whole_prompts else self._table(rows)
+        table = None if self.decoding.is_batch else self._table(rows)
         each, asked = self._sampling(rows)
         adapters = np.array([row.request.adapter if row else 0 for row in rows], np.int32)
         return jax.device_put(RowArrays(table, each, asked, adapters), shardings(self.decoding.rows(len(rows))))
@@ -81,9 +75,13 @@ class PagedModel:
         """What the programs are given of how each row is sampled."""
         decoding = self.decoding
         if decoding.sampling is None:
-            return sampling_of(rows, decoding.most_adjusted, decoding.model.vocab_size)
+            return sampling_of(rows, decoding.most_adjusted, decoding.vocab_size)
         assert all(row.request.sampling == decoding.sampling for row in rows if row), "another sampling is compiled"
         return RowSampling(rows=np.array([row.request.index if row else 0 for row in rows], np.int32)), None
+
+
+def rows_of(chunks: Sequence[Chunk | None]) -> list[Row | None]:
+    return [chunk and chunk.row for chunk in chunks]
 
 
 def sampling_of(rows: Sequence[Row | None], most_adjusted: int, vocab_size: int) -> tuple[RowSampling, Asked]:

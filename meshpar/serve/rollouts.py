@@ -105,8 +105,7 @@ class Rollouts:
         return self._rows([prompt for prompt in prompts for _ in range(group)], answers, rewards)
 
     def _answers(self, params: Any, prompts: Sequence[list[int]], step: int) -> list[Answered]:
-        engine, capacity = self._engine, self._decoding.capacity
-        engine.load(self._of_engine(params))
+        self._engine.load(self._of_engine(params))
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         how = Sampling(temperature=1.0, seed=seed)
         room = [min(self.loss.max_tokens, self.seq_len + 1 - len(prompt)) for prompt in prompts]
@@ -114,18 +113,16 @@ class Rollouts:
             Request(prompt=prompt, max_tokens=most, sampling=how, index=i, scores=True)
             for i, (prompt, most) in enumerate(zip(prompts, room, strict=True))
         ]
-        answers = {id(request): Answered() for request in requests}
-        scheduler = Scheduler(capacity)  # a new one: pages of other parameters must not be used again
+        answers = {request: Answered() for request in requests}
+        scheduler = Scheduler(self._engine.decoding.capacity)  # a new one: pages of other parameters must not be used
         scheduler.submit(requests)
-        while not scheduler.is_idle:
-            plan = scheduler.plan()
-            for one in scheduler.advance(plan, engine.run(plan)):
-                answer = answers[id(one.request)]
-                answer.tokens.append(one.token)
-                answer.log_probs.append(one.score.logprob)
-                if one.token in self.ends or len(answer.tokens) == one.request.max_tokens:
-                    scheduler.end(one.request)
-        return [answers[id(request)] for request in requests]
+        for request, token, score in scheduler.answered(self._engine.run):
+            answer = answers[request]
+            answer.tokens.append(token)
+            answer.log_probs.append(score.logprob)
+            if token in self.ends or len(answer.tokens) == request.max_tokens:
+                scheduler.end(request)
+        return list(answers.values())
 
     def _rewards(self, texts: list[str], lines: list[Mapping[str, Any]]) -> np.ndarray:
         name = f"loss.reward: {self.loss.reward}"
@@ -197,12 +194,8 @@ class Rollouts:
     @cached_property
     def _decoding(self) -> PagedDecoding:
         ctx = for_tokens(self.ctx)
-        shards = ctx.shards("batch")
-        slots = -(-self.batch_size // shards)
-        longest = self.seq_len + 1
-        capacity = Capacity(
-            num_shards=shards, slots=slots, pages=slots * -(-longest // PAGE_SIZE), page_size=PAGE_SIZE,
-            max_len=longest, chunk=CHUNK, max_queue=self.batch_size,
+        capacity = Capacity.of_rows(
+            ctx.shards("batch"), self.batch_size, self.seq_len + 1, PAGE_SIZE, chunk=CHUNK, max_queue=self.batch_size
         )  # fmt: skip
         model = self.model.model_copy(update={"weights": None}) if self.lora else self.model
         return PagedDecoding(

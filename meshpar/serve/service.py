@@ -11,20 +11,13 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import RunError
 from meshpar.serve.answer import Answer, AnswerPiece, Finish
-from meshpar.serve.scheduler import Capacity, Computed, Request, Scheduler, TurnPlan
-
-
-class ServiceEngine(Protocol):
-    """What a service needs of an engine."""
-
-    def run(self, plan: TurnPlan) -> Computed:
-        """See `Engine.run`."""
-        ...
+from meshpar.serve.engine import Engine
+from meshpar.serve.scheduler import Capacity, Request, Scheduler
 
 
 class Observer:
@@ -103,7 +96,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: ServiceEngine, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None,
+        self, engine: Engine, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None,
         ends: Collection[int] | None = None,
     ):  # fmt: skip
         self.scheduler = Scheduler(capacity)
@@ -198,9 +191,7 @@ class Service:
         else:
             self._observer.next_token(now - group.last_s[i])
         group.last_s[i] = now
-        text = answer.add(token)
-        if score is not None and len(answer.scores) < len(answer.tokens):
-            answer.scores.append(score)
+        text = answer.add(token, score)
         if request.constraint and (problem := request.constraint.error):
             self._end(request, "cancelled")
             group.pieces.put_nowait(GrammarError(f"the grammar cannot be followed any more: {problem}"))

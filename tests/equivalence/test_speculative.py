@@ -17,7 +17,8 @@ from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.paged_decoding import PagedDecoding, num_accepted
+from meshpar.serve.decoding import num_accepted
+from meshpar.serve.paged_decoding import PagedDecoding
 from meshpar.serve.sampling import Sampling
 from tests import serving
 from tests.serving import MAX_TOKENS, PROMPTS, batch_decoding, batch_engine, generated, params, placed

@@ -33,7 +33,7 @@ LOADS = (
 def engine(drafter: Guesses | None = None) -> Any:
     """One that needs no device."""
     computed = RememberedCache(CAPACITY, drafter)
-    computed.decoding = SimpleNamespace(capacity=CAPACITY, model=SimpleNamespace(vocab_size=5))  # pyright: ignore
+    computed.decoding = SimpleNamespace(capacity=CAPACITY, vocab_size=5)  # pyright: ignore
     return computed
 
 

@@ -85,7 +85,7 @@ def test_without_a_cache_tokens_are_the_same_and_it_says_so(mesh):
 
 
 def test_heads_of_a_cache_are_sharded_as_the_heads_that_fill_it():
-    cache = adopted("linen").decoding(num_rows=4, max_len=12, chunk=4).cache
+    cache = adopted("linen").decoding(num_rows=4, max_len=12, chunk=4).pages
     assert cache["attention"]["cached_key"].axes == (("data",), (), (), ("tensor",), ())
 
 

@@ -33,7 +33,6 @@ from meshpar.serve.http.metrics import Metrics
 from meshpar.serve.http.replies import EventStream, complete, usage
 from meshpar.serve.http.shapes import ChatShape, CompletionShape, Shape, Toolbox
 from meshpar.serve.http.tools import form_of
-from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Service
 from meshpar.serve.source import Source
@@ -57,7 +56,7 @@ class Endpoints:
       default: how tokens are sampled if a request does not say it.
       token: the bearer token that clients must send; None if there is none.
       adapters: the names of the adapters that requests can choose as their model.
-      scores, scores_prompts: whether the engine computes log-probabilities of answers, and of prompts.
+      scores_prompts: whether the engine computes log-probabilities of prompts.
       hosts: the values of the header Host that are accepted. A page of another site whose name was made to resolve to
         this address sends another one (DNS rebinding).
     """
@@ -71,7 +70,6 @@ class Endpoints:
     default: SamplingDefaults = NEUTRAL
     token: str | None = None
     hosts: Sequence[str] = ("*",)
-    scores: bool = True
     scores_prompts: bool = True
     adapters: Sequence[str] = ()
 
@@ -233,9 +231,6 @@ class Endpoints:
             body.adjustment(self.default),
             body.num_ranked is not None,
         )
-        if scores and not self.scores:
-            what = "logprobs: a model of your own is served without log-probabilities; leave it out"
-            raise ApiError(400, what, "logprobs")
         if scores and body.echoes and not self.scores_prompts:
             raise ApiError(
                 400, "echo: this server computes no log-probabilities of prompts; leave out logprobs", "echo"
@@ -291,7 +286,7 @@ class Endpoints:
 
 
 def endpoints_of(
-    engine: Engine | OwnEngine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",),
+    engine: Engine, source: Source, name: str, token: str | None = None, hosts: Sequence[str] = ("*",),
     adapters: Sequence[str] = (),
 ) -> Endpoints:  # fmt: skip
     """The endpoints of a model whose programs are compiled.
@@ -307,19 +302,17 @@ def endpoints_of(
     metrics.watch(service.scheduler)
     template = read_template(source.folder) if source.folder else None
     default = sampling_defaults(source.folder) if source.folder else NEUTRAL
-    scores = isinstance(engine, Engine)
-    of_prompts = isinstance(engine, Engine) and engine.decoding.scores_prompts
+    of_prompts = engine.decoding.scores_prompts
     return Endpoints(
         service,
         metrics,
         source,
         name,
-        engine.vocab_size,
+        engine.decoding.vocab_size,
         template,
         default,
         token,
         hosts,
-        scores,
         of_prompts,
         adapters,
     )
