@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -13,7 +14,7 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
-from meshpar.data.chat.template import read_template
+from meshpar.data.chat.template import ChatTemplate, read_template
 from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.serve.answer import Answer
@@ -53,6 +54,10 @@ class EngineModel(TemplateLM):
         self._prefix = tokenizer.bos if first or not is_file else self._eot
         self._eot_text = tokenizer.token(self._eot) if is_file else None
 
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return read_template(self.source.folder) if self.source.folder else None
+
     @property
     def eot_token_id(self) -> int:
         return self._eot
@@ -66,15 +71,13 @@ class EngineModel(TemplateLM):
         return str(self.source.folder or "")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        template = read_template(self.source.folder) if self.source.folder else None
-        if template is None:
+        if self._template is None:
             raise ConfigError("--chat: the model has no chat template; leave it out")
-        return template.text
+        return self._template.text
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        template = read_template(self.source.folder) if self.source.folder else None
-        assert template, "`chat_template` has checked it"
-        text = template.rendered(chat_history, answers=add_generation_prompt).text
+        assert self._template, "`chat_template` has checked it"
+        text = self._template.rendered(chat_history, answers=add_generation_prompt).text
         last = chat_history[-1]["content"].strip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
@@ -104,7 +107,7 @@ class EngineModel(TemplateLM):
         asked, first = [], []
         for _, context, following in requests:
             tokens = [*context, *following][-(self.max_length + 1) :]
-            asked.append(Request(prompt=tokens, max_tokens=1, is_scored_only=True, scores=True, scores_prompt=True))
+            asked.append(Request(prompt=tokens, max_tokens=0, scores=True, scores_prompt=True))
             first.append(len(tokens) - len(following))
         answers = [Answer(self.source.tokenizer, (), 0, ()) for _ in asked]
         _ = list(Batch(answers).stream(self.engine, asked))

@@ -117,7 +117,7 @@ class Decoding(ABC):
           is_first: whether the tokens are whole prompts, and the pages are empty.
         """
 
-    def check(self, params: Any) -> None:
+    def check(self, params: Any) -> None:  # noqa: B027 (most models have nothing to check)
         """Checks the model with its parameters, before the first request."""
 
     @property
@@ -238,84 +238,6 @@ class Decoding(ABC):
         drafts = self.per_row(num_rows, self.num_drafts)
         return self._compiled(self.draft, (self.turn, self.rows(num_rows)), (drafts,))
 
-    def drafts(self) -> TokenChunks:
-        """Structs of the chunks of `verify`, one in each row: the newest token and its drafts."""
-        return self._chunks(self.capacity.num_rows, 1 + self.num_drafts)
-
-    def rows(self, num_rows: int) -> RowArrays:
-        """Structs of `RowArrays`."""
-        per_row = partial(self.per_row, num_rows)
-        table = None if self.is_batch else per_row(self.capacity.pages_of_row)
-        if self.sampling is not None:
-            return RowArrays(table, RowSampling(rows=per_row()), None, per_row())
-        flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
-        sampling = RowSampling.structs(per_row, self.most_adjusted, self.vocab_size)
-        return RowArrays(table, sampling, Asked(flag, flag, flag, flag), per_row())
-
-    @property
-    def most_adjusted(self) -> int:
-        """The most tokens that a row adjusts."""
-        return most_adjusted(self.vocab_size, self.capacity.max_len)
-
-    def scores(self, *shape: int) -> TokenScores | None:
-        """Structs of `Scores`; None if no row may ask for them."""
-        if self.sampling is not None:
-            return None
-        ranked = min(MOST_RANKED, self.vocab_size)
-        dtype = jax.eval_shape(wide, self.logits_struct).dtype
-        one, several = self.per_row(*shape, dtype=dtype), self.per_row(*shape, ranked, dtype=dtype)
-        return TokenScores(one, self.per_row(*shape, ranked), several)
-
-    def empty_pages(self) -> Any:
-        """Pages of zeros, allocated in shards."""
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(self.pages))
-
-    def compile_prefill(self) -> Callable[..., Any]:
-        """(params, chunks, rows, pages) -> (int32[chunks] the token after each chunk, its scores, the pages).
-
-        Of a batch (params, chunks, rows, None) -> (the same, new pages).
-        """
-
-        def prefill(params: Any, chunks: TokenChunks, rows: RowArrays, pages: Any) -> Stepped:
-            if pages is not None:
-                return self._step(params, chunks.tokens, _positions(chunks), chunks.lengths - 1, rows, pages)
-            # Prompts attend to themselves, so padding must not repeat a position.
-            positions = jnp.broadcast_to(jnp.arange(self.capacity.chunk, dtype=jnp.int32), chunks.tokens.shape)
-            last, empty = chunks.lengths - 1, self.empty_pages()
-            return self._step(params, chunks.tokens, positions, last, rows, empty, is_first=True)
-
-        num = self.capacity.num_chunks
-        arguments = (self.prompts, self.rows(num))
-        return self._compiled(prefill, arguments, (self.per_row(num), self.scores(num)), makes_pages=self.is_batch)
-
-    def compile_score(self) -> Callable[..., Any]:
-        """A prefill that scores the prompt.
-
-        (params, chunks, int32[chunks, chunk] the token that is given after each, or -1, rows, pages) ->
-        (int32[chunks, chunk] the token that is sampled after each, the scores of those that are given, or else of those
-        that are sampled, the pages).
-        """
-
-        def prefill(params: Any, chunks: TokenChunks, given: jax.Array, rows: RowArrays, pages: Any) -> Stepped:
-            each = jnp.broadcast_to(jnp.arange(self.capacity.chunk, dtype=jnp.int32), chunks.tokens.shape)
-            return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages, given)
-
-        sizes = (self.capacity.num_chunks, self.capacity.chunk)
-        arguments = (self.prompts, self.per_row(*sizes), self.rows(sizes[0]))
-        return self._compiled(prefill, arguments, (self.per_row(*sizes), self.scores(*sizes)))
-
-    def compile_decode(self) -> Callable[..., Any]:
-        """(params, turn, rows, pages) -> (the next turn, the scores of its tokens, the pages)."""
-        num_rows = self.capacity.num_rows
-        return self._compiled(self.decode, (self.turn, self.rows(num_rows)), (self.turn, self.scores(num_rows)))
-
-    def compile_draft(self) -> Callable[..., Any]:
-        """(params, turn, rows, pages) -> (int32[batch, num_drafts] the tokens after a turn, the pages)."""
-        num_rows = self.capacity.num_rows
-        arguments = (structs(self.params), self.turn, self.rows(num_rows), structs(self.pages))
-        out = shardings((self.per_row(num_rows, self.num_drafts), structs(self.pages)))
-        return compile_program(trace(self.draft, arguments, out, donate=(3,)))
-
     def draft(self, params: Any, turn: Turn, rows: RowArrays, pages: Any) -> tuple[jax.Array, Any]:
         """Several tokens after a turn, and the pages with them."""
 
@@ -362,7 +284,8 @@ class Decoding(ABC):
         return self._compiled(verify, arguments, (self.per_row(*sizes), self.scores(*sizes)))
 
     def _compiled(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], results: tuple[Any, ...], makes_pages: bool = False
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], results: tuple[Any, ...],
+        makes_pages: bool = False,
     ) -> Callable[..., Any]:  # fmt: skip
         """Compiles (params, *arguments, pages) -> (*results, pages)."""
         pages = structs(self.pages)

@@ -198,8 +198,8 @@ class OwnDecoding(Decoding):
             at = int(np.argmax(wrong))
             what = "with its cache the model has other logits than without it"
             what += f": at token {at} they differ by {differences[at]:.2g}"
-            fix = "mend its positions, its mask or what it stores; or CausalModel.of(..., cache=False) recomputes each row"
-            raise ConfigError(f"{what}; {fix}")
+            fix = "mend its positions, its mask or what it stores"
+            raise ConfigError(f"{what}; {fix}; or CausalModel.of(..., cache=False) recomputes each row")
 
     def _both(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The logits [seq, vocab] of a row, with the cache and without it."""

@@ -116,10 +116,9 @@ class CausalModel:
             )
         )  # fmt: skip
         # A page is a whole row, so that no request begins with the tokens of another one: they are in its slot's cache.
-        whole = self.functions.decoding is None
-        capacity = Capacity.of_rows(
-            ctx.shards("batch"), num_rows, max_len, chunk=max_len if whole else chunk, all_prompts=True, max_queue=max_queue
-        )  # fmt: skip
+        chunk = max_len if self.functions.decoding is None else chunk
+        shards = ctx.shards("batch")
+        capacity = Capacity.of_rows(shards, num_rows, max_len, chunk=chunk, all_prompts=True, max_queue=max_queue)
         return OwnDecoding(model=self.functions, specs=specs, ctx=ctx, capacity=capacity)
 
     def restore(self, structs: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshpar.serve.adjust import NOTHING
 from meshpar.serve.decoding import Decoding, RowArrays, TokenChunks, Turn
-from meshpar.serve.sampling import Asked, RowSampling, Sampling
+from meshpar.serve.sampling import Asked, RowSampling, Sampling, num_words
 from meshpar.serve.scheduler import Chunk, Row
 from meshpar.serve.scores import TokenScores
 from meshpar.train.program import on_host, shardings, structs
@@ -86,14 +86,31 @@ def rows_of(chunks: Sequence[Chunk | None]) -> list[Row | None]:
 
 def sampling_of(rows: Sequence[Row | None], most_adjusted: int, vocab_size: int) -> tuple[RowSampling, Asked]:
     """How the next token of each row is sampled, as arrays on the host."""
-    samplings: list[Sampling] = [row.request.sampling or GREEDY if row else GREEDY for row in rows]
-    indices = [row.request.index if row else 0 for row in rows]
-    adjustments = [
-        (row.request.adjustment or NOTHING).of(row.request.prompt, row.answer) if row else {} for row in rows
-    ]
-    draws = any(how.temperature > 0 for how in samplings)
-    scores = any(row.request.scores for row in rows if row)
-    constraints = [row.request.constraint if row else None for row in rows]
-    allowed = [row.request.constraint.allowed(row.answer) if row and row.request.constraint else None for row in rows]
-    asked = Asked(*map(np.array, (draws, any(adjustments), scores, any(constraints))))
-    return RowSampling.of(samplings, indices, adjustments, most_adjusted, allowed, vocab_size), asked
+    hows: list[Sampling] = [row.request.sampling or GREEDY if row else GREEDY for row in rows]
+    adjusted = np.zeros((len(rows), most_adjusted), np.int32)
+    added = np.zeros((len(rows), most_adjusted), np.float32)
+    factors = np.ones_like(added)
+    allowed = np.full((len(rows), num_words(vocab_size)), -1, np.int32)
+    requests = [(i, row, row.request) for i, row in enumerate(rows) if row]
+    adjusts = False
+    for i, row, request in requests:
+        changes = (request.adjustment or NOTHING).of(request.prompt, row.answer)
+        adjusts |= bool(changes)
+        adjusted[i, : len(changes)] = list(changes)
+        factors[i, : len(changes)] = [change.factor for change in changes.values()]
+        added[i, : len(changes)] = [change.added for change in changes.values()]
+        if request.constraint:
+            allowed[i] = request.constraint.allowed(row.answer)
+    arrays = RowSampling(
+        temperature=np.array([how.temperature for how in hows], np.float32),
+        top_k=np.array([how.top_k or 0 for how in hows], np.int32),
+        top_p=np.array([how.top_p for how in hows], np.float32),
+        min_p=np.array([how.min_p for how in hows], np.float32),
+        seed=np.array([how.seed for how in hows], np.uint32),
+        rows=np.array([row.request.index if row else 0 for row in rows], np.int32),
+        adjusted=adjusted, factors=factors, added=added, allowed=allowed,
+    )  # fmt: skip
+    draws = any(how.temperature > 0 for how in hows)
+    scores = any(request.scores for *_, request in requests)
+    limits = any(request.constraint for *_, request in requests)
+    return arrays, Asked(*map(np.array, (draws, adjusts, scores, limits)))

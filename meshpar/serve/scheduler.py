@@ -45,7 +45,9 @@ class Capacity:
     max_queue: int = 256
 
     @classmethod
-    def of_rows(cls, num_shards: int, num_rows: int, max_len: int, page_size: int | None = None, **more: Any) -> Capacity:
+    def of_rows(
+        cls, num_shards: int, num_rows: int, max_len: int, page_size: int | None = None, **more: Any
+    ) -> Capacity:
         """With enough pages for rows of the longest length.
 
         Args:
@@ -84,12 +86,11 @@ class Request:
 
     Args:
       prompt: token ids, at least one.
-      max_tokens: most tokens of the answer.
+      max_tokens: most tokens of the answer; with 0, one is computed and thrown away, as where a prompt is scored.
       sampling: how tokens are sampled, which the scheduler passes on.
       index: the index among the prompts with the same seed.
       adjustment: what is added to logits; passed on too.
       constraint: limits the tokens of the answer by those before; passed on too.
-      is_scored_only: whether the answer is thrown away: its one token is computed, and not shown.
       scores: whether each token of the answer is scored.
       scores_prompt: whether those of the prompt are too. Then no page of another request is reused for it.
       adapter: the number of the adapter that computes it, whose pages no other adapter reuses; 0 for the model itself.
@@ -101,20 +102,14 @@ class Request:
     index: int = 0
     adjustment: Any = None
     constraint: Any = None
-    is_scored_only: bool = False
     scores: bool = False
     scores_prompt: bool = False
     adapter: int = 0
 
     @property
-    def num_shown(self) -> int:
-        """Most tokens of the answer that are shown."""
-        return 0 if self.is_scored_only else self.max_tokens
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the longest answer."""
-        return len(self.prompt) + self.max_tokens
+        return len(self.prompt) + max(1, self.max_tokens)
 
 
 @dataclass(eq=False)
