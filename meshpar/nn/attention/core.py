@@ -118,8 +118,8 @@ class Reference(Config):
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
         segments: Int[Array, "B S"] | None, window: Window,
     ) -> Float[Array, "B S H h"]:  # fmt: skip
-        length = q.shape[1]
-        share = needed_scores(length, window) / length**2 if isinstance(length, int) else 1  # a symbol in an export
+        length = q.shape[1]  # a symbol in an export
+        share = needed_scores(length, window) / length**2 if isinstance(length, int) else Fraction(1)
         with needed(share):
             return named(dot_product_attention(q, k, v, causal(documents(segments, q), window)), "attn")
 
