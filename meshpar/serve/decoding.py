@@ -203,9 +203,8 @@ class Decoding(ABC):
             if pages is not None:
                 return self._step(params, chunks.tokens, _positions(chunks), chunks.lengths - 1, rows, pages)
             # Prompts attend to themselves, so padding must not repeat a position.
-            positions = jnp.broadcast_to(jnp.arange(self.capacity.chunk, dtype=jnp.int32), chunks.tokens.shape)
             last, empty = chunks.lengths - 1, self.empty_pages()
-            return self._step(params, chunks.tokens, positions, last, rows, empty, is_first=True)
+            return self._step(params, chunks.tokens, _places(chunks.tokens), last, rows, empty, is_first=True)
 
         num = self.capacity.num_chunks
         arguments = (self.prompts, self.rows(num))
@@ -220,8 +219,7 @@ class Decoding(ABC):
         """
 
         def prefill(params: Any, chunks: TokenChunks, given: jax.Array, rows: RowArrays, pages: Any) -> Stepped:
-            each = jnp.broadcast_to(jnp.arange(self.capacity.chunk, dtype=jnp.int32), chunks.tokens.shape)
-            return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages, given)
+            return self._step(params, chunks.tokens, _positions(chunks), _places(chunks.tokens), rows, pages, given)
 
         sizes = (self.capacity.num_chunks, self.capacity.chunk)
         arguments = (self.prompts, self.per_row(*sizes), self.rows(sizes[0]))
@@ -260,7 +258,7 @@ class Decoding(ABC):
         def round(params: Any, draft_params: Any, turn: Turn, rows: RowArrays, pages: Any, draft_pages: Any) -> Any:
             drafts, draft_pages = smaller.draft(draft_params, turn, rows, draft_pages)
             chunks = jnp.concatenate([turn.tokens[:, None], drafts], axis=1)
-            each = jnp.broadcast_to(jnp.arange(1 + self.num_drafts, dtype=jnp.int32), chunks.shape)
+            each = _places(chunks)
             tokens, _, pages = self._step(params, chunks, turn.positions[:, None] + each, each, rows, pages)
             accepted = num_accepted(drafts, tokens)
             newest = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
@@ -276,8 +274,7 @@ class Decoding(ABC):
         """(params, chunks, rows, pages) -> (int32[batch, num_drafts + 1] the tokens, their scores, the pages)."""
 
         def verify(params: Any, chunks: TokenChunks, rows: RowArrays, pages: Any) -> Stepped:
-            each = jnp.broadcast_to(jnp.arange(1 + self.num_drafts, dtype=jnp.int32), chunks.tokens.shape)
-            return self._step(params, chunks.tokens, _positions(chunks), each, rows, pages)
+            return self._step(params, chunks.tokens, _positions(chunks), _places(chunks.tokens), rows, pages)
 
         sizes = (self.capacity.num_rows, 1 + self.num_drafts)
         arguments = (self.drafts, self.rows(sizes[0]))
@@ -347,6 +344,11 @@ class Decoding(ABC):
 
     def _chunks(self, num_rows: int, num_tokens: int) -> TokenChunks:
         return TokenChunks(self.per_row(num_rows, num_tokens), self.per_row(num_rows), self.per_row(num_rows))
+
+
+def _places(tokens: jax.Array) -> jax.Array:
+    """The place of each token in its chunk, int32 [batch, chunk]."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def _positions(chunks: TokenChunks) -> jax.Array:

@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from meshpar.serve.decoding import Decoding, RowArrays, Turn
-from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import Drafter, accepted
-from meshpar.serve.paged_model import PagedModel, rows_of
+from meshpar.serve.paged_model import DraftModel, PagedModel, rows_of
 from meshpar.serve.scheduler import Chunk, Computed, Row, TurnPlan
 from meshpar.serve.scores import TokenScore, TokenScores
 from meshpar.train.program import on_host

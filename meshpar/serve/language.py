@@ -27,6 +27,7 @@ class Language:
         Args:
           parse_special: whether the text of a special token is that token; otherwise it is its characters.
         """
-        is_file = isinstance(self.tokenizer, TokenizerFile)
-        encode = self.tokenizer.encode_special if is_file and parse_special else self.tokenizer.encode
-        return [*self.opening, *encode(prompt).tolist()]
+        tokenizer = self.tokenizer
+        parses = isinstance(tokenizer, TokenizerFile) and parse_special
+        ids = tokenizer.encode_special(prompt) if parses else tokenizer.encode(prompt)
+        return [*self.opening, *ids.tolist()]

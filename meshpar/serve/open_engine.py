@@ -10,11 +10,11 @@ import numpy as np
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.transformer import Decoder
-from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
 from meshpar.serve.own_source import CausalModel
 from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.paged_model import DraftModel
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Capacity
 from meshpar.serve.side_adapters import OpenedAdapters

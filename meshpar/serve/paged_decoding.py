@@ -116,7 +116,8 @@ class PagedDecoding(Decoding):
     def extended(self, params: Any, batch: Batch, rows: RowArrays, pages: Any, is_first: bool) -> tuple[jax.Array, Any]:
         if self.adapters:
             batch = {**batch, "adapters": self.adapters.used(rows.adapters)}
-        logits, cache = self.logits(params, batch, (EmptyPages if is_first else PagedCache)(*pages, rows.table))
+        kind: type[PagedCache] = EmptyPages if is_first else PagedCache
+        logits, cache = self.logits(params, batch, kind(*pages, rows.table))
         return logits, Pages(cache.keys, cache.values)
 
     def logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:

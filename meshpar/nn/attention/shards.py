@@ -260,7 +260,7 @@ def _attend_forward(shards: Shards, q, k, v, documents, window):
     queries = shards.tokens(shards.rank, documents.queries)
 
     def compute(grids: Grids, carry: Any, inputs: Inputs, pairs: jax.Array) -> Any:
-        return (extend(grids, *carry, inputs, pairs),)
+        return (extend(grids, carry[0], inputs, pairs),)
 
     visit = shards.visiting(q, queries, window, compute, lambda k, v: ())
     with needed(shards.tables.needed):
