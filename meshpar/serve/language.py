@@ -28,6 +28,6 @@ class Language:
           parse_special: whether the text of a special token is that token; otherwise it is its characters.
         """
         tokenizer = self.tokenizer
-        parses = isinstance(tokenizer, TokenizerFile) and parse_special
-        ids = tokenizer.encode_special(prompt) if parses else tokenizer.encode(prompt)
+        is_file = isinstance(tokenizer, TokenizerFile)
+        ids = tokenizer.encode_special(prompt) if is_file and parse_special else tokenizer.encode(prompt)
         return [*self.opening, *ids.tolist()]

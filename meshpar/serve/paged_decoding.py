@@ -116,8 +116,8 @@ class PagedDecoding(Decoding):
     def extended(self, params: Any, batch: Batch, rows: RowArrays, pages: Any, is_first: bool) -> tuple[jax.Array, Any]:
         if self.adapters:
             batch = {**batch, "adapters": self.adapters.used(rows.adapters)}
-        kind: type[PagedCache] = EmptyPages if is_first else PagedCache
-        logits, cache = self.logits(params, batch, kind(*pages, rows.table))
+        held = PagedCache(pages.keys, pages.values, rows.table)
+        logits, cache = self.logits(params, batch, EmptyPages(*held) if is_first else held)
         return logits, Pages(cache.keys, cache.values)
 
     def logits(self, params: Any, batch: Batch, cache: Any) -> tuple[jax.Array, Any]:
