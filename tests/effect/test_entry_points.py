@@ -190,6 +190,7 @@ def of_engine(**arguments: Any) -> Any:
         sizes,
         engine.decoding.capacity,
         engine.decoding.num_drafts,
+        engine.decoding.scores_prompts,
         repr(drafting),
         engine.decoding.adapters,
     )
