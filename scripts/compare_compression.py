@@ -141,7 +141,7 @@ class Measured:
 def loss_of(decoding: PagedDecoding, params: Any, batches: Sequence[dict[str, np.ndarray]]) -> float:
     """The mean loss of a token. Tokens attend to cached keys and values, and each row is one text."""
     num_rows, length = batches[0]["tokens"].shape
-    decoding = replace(decoding, capacity=Capacity.of_batch(1, num_rows, length, 0))
+    decoding = replace(decoding, capacity=Capacity.of_rows(1, num_rows, length, chunk=length, all_prompts=True))
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs(decoding.cache))
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (num_rows, length))
     rows = {"positions": positions, "last": positions, "rows": jnp.arange(num_rows, dtype=jnp.int32)}

@@ -61,7 +61,7 @@ def counting(folder: Path) -> Source:
 
 def compare_batches(source: Source, slots: int, rounds: int) -> None:
     workload = bench.draw(6 * slots, source.model.vocab_size, LONGEST_PROMPT, LONGEST_ANSWER)
-    engine = engine_of(source, slots, len(workload.prompts))
+    engine = engine_of(source, slots, len(workload))
     batches = bench.batch_engine(source, workload, slots)
     compare(
         "batches", lambda: bench.generate("batches", batches, workload, slots),
@@ -71,7 +71,7 @@ def compare_batches(source: Source, slots: int, rounds: int) -> None:
 
 def compare_drafts(source: Source, slots: int, rounds: int) -> None:
     workload = bench.draw(3 * slots, source.model.vocab_size, LONGEST_PROMPT, LONGEST_ANSWER)
-    engine = engine_of(source, slots, len(workload.prompts), ngrams=2)
+    engine = engine_of(source, slots, len(workload), ngrams=2)
     drafter = engine.drafter
     for text, sampling in TEXTS.items():
 

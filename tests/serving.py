@@ -107,12 +107,10 @@ def served(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     scheduler = Scheduler(engine.decoding.capacity)
     scheduler.submit(requests)
     answers: dict[Request, list[int]] = {request: [] for request in requests}
-    while not scheduler.is_idle:
-        plan = scheduler.plan()
-        for request, token, _ in scheduler.advance(plan, engine.run(plan)):
-            answers[request].append(token)
-            if len(answers[request]) == request.max_tokens:
-                scheduler.end(request)
+    for request, token, _ in scheduler.answered(engine.run):
+        answers[request].append(token)
+        if len(answers[request]) == request.max_tokens:
+            scheduler.end(request)
     assert not any(pool.num_held for pool in scheduler.pools)
     return list(answers.values())
 
@@ -123,7 +121,7 @@ def batch_decoding(
 ) -> PagedDecoding:  # fmt: skip
     """The settings of `generate`."""
     ctx = context(model, layout, lowering)
-    capacity = Capacity.of_batch(ctx.shards("batch"), num_rows, longest, max_tokens)
+    capacity = Capacity.of_rows(ctx.shards("batch"), num_rows, longest + max_tokens, chunk=longest, all_prompts=True)
     return PagedDecoding(model=MODELS[model], ctx=ctx, dtype=FLOAT64, sampling=sampling, capacity=capacity, **settings)
 
 

@@ -80,7 +80,7 @@ def serve(
         raise ConfigError(f"meshpar serve runs in one process, and {mine.launcher} started {mine.num_processes}")
     cache_bytes = _size("--cache", cache)
     with bind(host, port) as bound:
-        from meshpar.serve.http.app import endpoints_of
+        from meshpar.serve.http.app import TextEndpoints
         from meshpar.serve.http.server import run
         from meshpar.serve.open_engine import open_engine
         from meshpar.serve.side_adapters import adapter_folders, open_adapters
@@ -101,7 +101,7 @@ def serve(
             max_queue=queue, draft=draft and open_source(draft), ngrams=ngrams, num_drafts=num_drafts,
             adapters=adapters,
         )  # fmt: skip
-        endpoints = endpoints_of(engine, opened, name, token, hosts, adapters.names if adapters else ())
+        endpoints = TextEndpoints(engine, opened, name, token, hosts, adapters.names if adapters else ())
 
         run(endpoints.app(), endpoints.service, bound, partial(_say_ready, engine, bound))
 

@@ -97,7 +97,6 @@ def evaluate(
     longest = source.model.max_seq_len if source.model.learned_positions else None
     rows = None if max_len is None else max_len + LENGTHS if longest is None else min(max_len + LENGTHS, longest)
     engine = open_engine(source, slots=slots, max_len=rows)
-    assert isinstance(engine, Engine)
     return Evaluation(str(engine), tuple(_scores(source, engine, files, limit, num_fewshot, chat)))
 
 

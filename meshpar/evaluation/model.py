@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -14,13 +14,14 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
-from meshpar.data.chat.template import read_template
+from meshpar.data.chat.template import ChatTemplate, read_template
 from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import ConfigError
 from meshpar.serve.answer import Answer
+from meshpar.serve.batch import Batch
 from meshpar.serve.engine import Engine
 from meshpar.serve.sampling import Sampling
-from meshpar.serve.scheduler import Request, Scheduler
+from meshpar.serve.scheduler import Request
 from meshpar.serve.source import Source
 
 Pair = tuple[Any, list[int], list[int]]
@@ -53,6 +54,10 @@ class EngineModel(TemplateLM):
         self._prefix = tokenizer.bos if first or not is_file else self._eot
         self._eot_text = tokenizer.token(self._eot) if is_file else None
 
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return read_template(self.source.folder) if self.source.folder else None
+
     @property
     def eot_token_id(self) -> int:
         return self._eot
@@ -66,15 +71,13 @@ class EngineModel(TemplateLM):
         return str(self.source.folder or "")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        template = read_template(self.source.folder) if self.source.folder else None
-        if template is None:
+        if self._template is None:
             raise ConfigError("--chat: the model has no chat template; leave it out")
-        return template.text
+        return self._template.text
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        template = read_template(self.source.folder) if self.source.folder else None
-        assert template, "`chat_template` has checked it"
-        text = template.rendered(chat_history, answers=add_generation_prompt).text
+        assert self._template, "`chat_template` has checked it"
+        text = self._template.rendered(chat_history, answers=add_generation_prompt).text
         last = chat_history[-1]["content"].strip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
@@ -104,10 +107,10 @@ class EngineModel(TemplateLM):
         asked, first = [], []
         for _, context, following in requests:
             tokens = [*context, *following][-(self.max_length + 1) :]
-            asked.append(Request(prompt=tokens, max_tokens=1, is_scored_only=True, scores=True, scores_prompt=True))
+            asked.append(Request(prompt=tokens, max_tokens=0, scores=True, scores_prompt=True))
             first.append(len(tokens) - len(following))
         answers = [Answer(self.source.tokenizer, (), 0, ()) for _ in asked]
-        _answer(self.engine, asked, answers)
+        _ = list(Batch(answers).stream(self.engine, asked))
         found = []
         for request, answer, begin in zip(asked, answers, first, strict=True):
             scores, tokens = answer.prompt_scores[begin - 1 :], request.prompt[begin:]
@@ -129,7 +132,7 @@ class EngineModel(TemplateLM):
             asked.append(Request(prompt=prompt, max_tokens=longest, sampling=_sampling(options), index=i))
             answers.append(Answer(self.source.tokenizer, list(filter(None, stop)), longest, self.source.ends, prompt))
             stops.append(stop)
-        _answer(self.engine, asked, answers)
+        _ = list(Batch(answers).stream(self.engine, asked))
         decode = self.source.tokenizer.decode
         texts = [decode(answer.tokens) for answer in answers]
         return [postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)]
@@ -148,25 +151,3 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     top_p, min_p = options.get("top_p") or 1.0, options.get("min_p") or 0.0
     top_k = options.get("top_k") or None
     return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-
-
-def _answer(engine: Engine, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
-    """Fills the answers, with as many requests at a time as the engine has slots."""
-    capacity = engine.decoding.capacity
-    scheduler = Scheduler(replace(capacity, max_queue=max(capacity.max_queue, len(requests))))
-    running = dict(zip(requests, answers, strict=True))
-    scheduler.submit(requests)
-    while running:
-        plan = scheduler.plan()
-        for request, token, score in scheduler.advance(plan, engine.run(plan)):
-            if not (answer := running.get(request)):
-                continue  # a stop string has ended it
-            row = scheduler.row_of(request)
-            if not answer.tokens and row:
-                answer.prompt_scores = row.prompt_scores
-            answer.add(token)
-            if score is not None and len(answer.scores) < len(answer.tokens):
-                answer.scores.append(score)
-            if answer.finish:
-                scheduler.end(request)
-                del running[request]

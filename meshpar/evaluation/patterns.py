@@ -31,16 +31,11 @@ class Pattern:
     text: str
 
     def __post_init__(self) -> None:
-        import regex
-
         if not isinstance(self.text, str) or len(self.text) > LONGEST_PATTERN:
             raise ConfigError(
                 f"the pattern {excerpt(str(self.text))} is no text of {LONGEST_PATTERN} characters at most"
             )
-        try:
-            regex.compile(self.text)
-        except regex.error as error:
-            raise ConfigError(f"the pattern {excerpt(self.text)} is no regular expression: {error}") from None
+        _ = self._compiled
 
     def findall(self, text: str) -> list[Any]:
         """See `re.findall`."""
@@ -62,4 +57,7 @@ class Pattern:
     def _compiled(self) -> Any:
         import regex
 
-        return regex.compile(self.text)
+        try:
+            return regex.compile(self.text)
+        except regex.error as error:
+            raise ConfigError(f"the pattern {excerpt(self.text)} is no regular expression: {error}") from None

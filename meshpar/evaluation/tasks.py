@@ -170,17 +170,15 @@ def _documents(path: Path, config: Mapping[str, Any], problems: Problems) -> dic
 
 
 def _inside(path: Path, name: Any, problems: Problems) -> Path | None:
-    folder = path.parent.resolve()
+    folder, where = path.parent.resolve(), f"{path}: data_files = {excerpt(str(name))}"
     file = (folder / str(name)).resolve()
     if not file.is_relative_to(folder):
-        problems.add(
-            f"{path}: data_files = {excerpt(str(name))}", "is outside of the task's folder", "a file beside it"
-        )
-        return None
-    if not file.is_file():
-        problems.add(f"{path}: data_files = {excerpt(str(name))}", "there is no such file")
-        return None
-    return file
+        problems.add(where, "is outside of the task's folder", "a file beside it")
+    elif not file.is_file():
+        problems.add(where, "there is no such file")
+    else:
+        return file
+    return None
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -191,9 +189,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if len(text) > LARGEST_DOCUMENTS:
         raise ConfigError(f"{path}: is larger than {LARGEST_DOCUMENTS} bytes; split it, and list the files")
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.convert import carried_of, trained
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.validate import task_of
 from meshpar.interop.flax_model import Import
 from meshpar.interop.forward import forward_of as own_forward
 from meshpar.models.decoder import DecoderModel
-from meshpar.nn.attention.core import Window, documents
-from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
+from meshpar.nn.attention.core import Reference
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.remat import Remat
 from meshpar.parallel.precision import computed_in, wide
@@ -28,15 +28,6 @@ CARRIED = "carried."
 """Begins the names of arrays that are no parameters, such as batch statistics."""
 Forward = Callable[[Mapping[str, Any], jax.Array], jax.Array]
 """(parameters by path, int32[batch, seq] tokens) -> float32[batch, seq, vocab_size] logits. A row is one document."""
-
-
-class Portable(Reference):
-    """The reference core for rows of any length. It does not count operations, because their number is symbolic."""
-
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
-    ) -> tuple[jax.Array, None]:
-        return dot_product_attention(q, k, v, causal(documents(segments, q), window)), None
 
 
 @dataclass(frozen=True)
@@ -60,6 +51,24 @@ class Exportable:
     limits: Sequence[str] = ()
     of_input: str = "input"
     of_output: str = "output"
+
+
+def first_of(attempts: Sequence[Callable[[], Any]], refused: Callable[[Exception], ConfigError]) -> Any:
+    """What the first attempt returns that succeeds: the user's code, or a converter, may need sizes that are open.
+
+    Args:
+      refused: the exception of the last attempt -> what is raised then.
+    """
+    *others, last = attempts
+    for attempt in others:
+        with suppress(Exception):  # they say it in many ways
+            return attempt()
+    try:
+        return last()
+    except MeshparError:
+        raise
+    except Exception as error:
+        raise refused(error) from error
 
 
 def open_run(source: Path, compute: str | None = None) -> Exportable:
@@ -113,7 +122,7 @@ def forward_of(model: DecoderModel, compute: str) -> Forward:
     The reference core replaces attention kernels that only some platforms have; it holds all scores in memory. Experts
     compute every choice of every token, also where `dispatch: capacity` dropped choices in training.
     """
-    portable: dict[str, Any] = {"attention": Portable(), "remat": Remat(policy="none"), "unroll": 1, "dropout": 0.0}
+    portable: dict[str, Any] = {"attention": Reference(), "remat": Remat(policy="none"), "unroll": 1, "dropout": 0.0}
     if model.experts:
         portable["experts"] = model.experts.without_training()
     portable_model = model.model_copy(update=portable)

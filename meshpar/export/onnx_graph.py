@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
+from jax.extend.core import jaxpr_as_fun
+
 from meshpar.convert import run_at, to_hf
-from meshpar.errors import CheckpointError, ConfigError, Problems
-from meshpar.export.forward import open_run
+from meshpar.errors import CheckpointError, ConfigError, Problems, excerpt
+from meshpar.export.forward import Exportable, first_of, open_run
+from meshpar.export.stablehlo_program import names, with_open_sizes
 from meshpar.interop.export import check_free, whole_or_not
 from meshpar.interop.flax_model import Import
 
@@ -59,11 +65,9 @@ def _check_installed(packages: tuple[str, ...], how: str) -> None:
 
 def _of_own(source: Path, folder: Path) -> None:
     _check_installed(OF_OTHERS, ALONE)
-    from meshpar.export.onnx_program import write
-
     made = open_run(source, "float32")
     with whole_or_not(folder) as there:
-        write(made, there / "model.onnx")
+        convert(made, there / "model.onnx")
 
 
 def _of_decoder(source: Path, folder: Path) -> None:
@@ -102,3 +106,43 @@ def _write(hugging_face: Path, path: Path) -> None:
             Logits(), (torch.zeros((2, 3), dtype=torch.int64),), path, dynamo=True, verbose=False,
             input_names=["tokens"], output_names=["logits"], dynamic_shapes={"tokens": dims},
         )  # fmt: skip
+
+
+def convert(made: Exportable, path: Path) -> None:
+    """Writes a graph of open sizes with its parameters; its inputs and results are named as in `signature.json`."""
+
+    def refused(error: Exception) -> ConfigError:
+        path.unlink(missing_ok=True)
+        what = f"jax2onnx does not convert it: {type(error).__name__}: {excerpt(str(error))}"
+        return ConfigError(f"the model cannot be exported to ONNX: {what}; export --format stablehlo")
+
+    ways = [(dims, traced) for dims in made.dims for traced in (_unchanged, _traced)]
+    first_of([partial(_write_own, made, dims, path, traced) for dims, traced in ways], refused)
+
+
+def _unchanged(forward: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+    """jax2onnx replaces functions of JAX and Flax while it traces, by some that have an operator of ONNX."""
+    return forward
+
+
+def _traced(forward: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+    """Traced before. Some code cannot be traced with functions replaced, such as `nn.scan`'s."""
+    return jaxpr_as_fun(jax.make_jaxpr(forward)(*inputs))
+
+
+def _write_own(made: Exportable, dims: str, path: Path, traced: Callable[..., Any]) -> None:
+    import onnxruntime
+    from jax2onnx import to_onnx
+
+    inputs = with_open_sizes(made, dims)
+    leaves, tree = jax.tree.flatten(inputs)
+
+    def forward(*leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(made.apply(made.arrays, jax.tree.unflatten(tree, leaves)))
+
+    results = jax.eval_shape(lambda inputs: made.apply(made.arrays, inputs), inputs)
+    to_onnx(
+        traced(forward, leaves), leaves, return_mode="file", output_path=path,
+        input_names=names(inputs, made.of_input), output_names=names(results, made.of_output),
+    )  # fmt: skip
+    onnxruntime.InferenceSession(path)  # jax2onnx writes graphs of complex numbers that no runtime loads

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from meshpar.errors import ConfigError, MeshparError, Problems, excerpt, suggestion
-from meshpar.export.forward import Exportable, of_decoder, open_run
+from meshpar.errors import ConfigError, Problems, excerpt, suggestion
+from meshpar.export.forward import Exportable, first_of, open_run
 from meshpar.interop.export import check_free, whole_or_not
 from meshpar.interop.safetensors import Written, write
-from meshpar.models.decoder import DecoderModel
 from meshpar.tree import flatten_with_paths, map_with_path
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -105,17 +103,6 @@ def _check_platforms(platforms: Sequence[str]) -> None:
     problems.raise_any(ConfigError, "the model cannot be exported:")
 
 
-def program_of(
-    model: DecoderModel, compute: str, params: Mapping[str, Any], platforms: Sequence[str]
-) -> export.Exported:
-    """The forward of a decoder in the dtype `compute`, see `forward_of`, for tokens int32[batch, seq] of any sizes.
-
-    Args:
-      params: path -> array or struct.
-    """
-    return exported_for(of_decoder(model, compute, params), platforms)
-
-
 def exported_for(made: Exportable, platforms: Sequence[str]) -> export.Exported:
     """The program of a function, of open sizes.
 
@@ -125,18 +112,15 @@ def exported_for(made: Exportable, platforms: Sequence[str]) -> export.Exported:
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in made.arrays.items()}
     # Parameters that only training uses, such as the last load of experts, are arguments too: the signature has all.
     program = jax.jit(made.apply, keep_unused=True)
-    *others, last = made.dims
-    for dims in others:
-        with suppress(Exception):  # the user's code needs sizes, which it says in many ways
-            return export.export(program, platforms=platforms)(arrays, with_open_sizes(made, dims))
-    try:
-        return export.export(program, platforms=platforms)(arrays, with_open_sizes(made, last))
-    except MeshparError:
-        raise
-    except Exception as error:
-        what = f"it cannot be traced for any size of {last}: {type(error).__name__}: {excerpt(str(error))}"
-        fix = "pass a function of fixed sizes to jax.export"
-        raise ConfigError(f"the model cannot be exported: {what}; {fix}") from error
+
+    def attempt(dims: str) -> export.Exported:
+        return export.export(program, platforms=platforms)(arrays, with_open_sizes(made, dims))
+
+    def refused(error: Exception) -> ConfigError:
+        what = f"it cannot be traced for any size of {made.dims[-1]}: {type(error).__name__}: {excerpt(str(error))}"
+        return ConfigError(f"the model cannot be exported: {what}; pass a function of fixed sizes to jax.export")
+
+    return first_of([partial(attempt, dims) for dims in made.dims], refused)
 
 
 def with_open_sizes(made: Exportable, dims: str) -> Any:

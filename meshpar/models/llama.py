@@ -14,8 +14,7 @@ from meshpar.config import Coerced, Count, Positive, Section, default
 from meshpar.errors import Problems, excerpt
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import LARGEST, Architecture, Given, Json, Names, Rope, linear, rows, vector
-from meshpar.nn.attention.head_norm import QKNorm
-from meshpar.nn.attention.layer import Bias
+from meshpar.nn.attention.layer import Bias, QKNorm
 from meshpar.nn.experts import Experts
 from meshpar.nn.layers import RMSNorm, SwiGLU
 from meshpar.nn.rotary import Scaling

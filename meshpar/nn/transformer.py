@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meshpar.config import Coerced, Config, Positive, default
 from meshpar.nn import layer_loops
 from meshpar.nn.attention import AnyCore, Auto
-from meshpar.nn.attention.core import Cache, Core, Window
-from meshpar.nn.attention.head_norm import QKNorm
-from meshpar.nn.attention.layer import Attention, Bias
+from meshpar.nn.attention.core import Cache, CachedCore, Core, Window
+from meshpar.nn.attention.layer import Attention, Bias, QKNorm
 from meshpar.nn.compressed import LowRankKernel, store_compressed
 from meshpar.nn.experts import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
@@ -243,8 +242,8 @@ class Block(nnx.Module):
         self.dropout = model.dropout
 
     def __call__(
-        self, x_BRD: Float[Array, "B R D"], core: Core, batch: Batch, rope: RopeAngles | None, key: PRNGKeyArray | None,
-        window: Window = None,
+        self, x_BRD: Float[Array, "B R D"], core: Core | CachedCore, batch: Batch, rope: RopeAngles | None,
+        key: PRNGKeyArray | None, window: Window = None,
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:  # fmt: skip
         def drop(y: Float[Array, "B R D"], which: int) -> Float[Array, "B R D"]:
             return dropout(y, self.dropout, _fold(key, which), batch["rows"])

@@ -75,8 +75,8 @@ class Answer:
         self._context = -len(self._before)  # tokens before which nothing is decoded again; those of the prompt are < 0
         self._read = 0  # tokens whose text is complete
 
-    def add(self, token: int) -> str:
-        """Adds the next token; returns the text that can be shown now."""
+    def add(self, token: int, score: TokenScore | None = None) -> str:
+        """Adds the next token, and its score; returns the text that can be shown now."""
         assert self.finish is None, "the answer has ended"
         if self._max_tokens == 0:
             self.finish = "length"
@@ -84,12 +84,13 @@ class Answer:
             self.finish = "end"
         else:
             self.tokens.append(token)
+            self.scores += [score] if score is not None else []
             if len(self.tokens) == self._max_tokens:
                 self.finish = "length"
         self.text += self._decoded()
-        found = [at for stop in self._stop if (at := self.text.find(stop, self._shown)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        ends = [at for stop in self._stop if (at := self.text.find(stop, self._shown)) >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
             self.finish = "stop"
         end = len(self.text)
         if self.finish is None:

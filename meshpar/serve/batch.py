@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
 
 from meshpar.serve.answer import Answer, AnswerPiece
+from meshpar.serve.engine import Engine
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Computed, Request, Scheduler, TurnPlan
-
-
-class BatchEngine(Protocol):
-    """An `Engine`, or an `OwnEngine`."""
-
-    decoding: Any
-
-    def run(self, plan: TurnPlan) -> Computed:
-        """Computes a turn."""
-        ...
 
 
 @dataclass
@@ -44,29 +34,32 @@ class Batch:
         """The fraction of drafts that were accepted."""
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
 
-    def stream(self, engine: BatchEngine, requests: Sequence[Request]) -> Iterator[AnswerPiece]:
-        """Answers requests, all of which the engine has room for; yields a piece for each token.
+    def stream(self, engine: Engine, requests: Sequence[Request]) -> Iterator[AnswerPiece]:
+        """Answers requests, as many at a time as the engine has room for; yields a piece for each token.
 
         A turn may add tokens to an answer that ends before them: they are left out.
         """
-        rows = {id(request): row for row, request in enumerate(requests)}
-        scheduler = Scheduler(engine.decoding.capacity)
+        capacity = engine.decoding.capacity
+        scheduler = Scheduler(replace(capacity, max_queue=max(capacity.max_queue, len(requests))))
         scheduler.submit(requests)
-        while not scheduler.is_idle:
-            has_begun = all(answer.tokens or answer.finish for answer in self.answers)
-            start = time.perf_counter()
-            plan = scheduler.plan()
-            computed = engine.run(plan)
-            (self.decode_s if has_begun else self.prefill_s).append(time.perf_counter() - start)
-            self.num_drafts += computed.num_drafts
-            self.num_accepted += computed.num_accepted
-            for one in scheduler.advance(plan, computed):
-                row = rows[id(one.request)]
-                answer = self.answers[row]
-                if answer.finish is None:
-                    yield AnswerPiece(row, answer.add(one.token), answer.finish)
-                if answer.finish is not None:
-                    scheduler.end(one.request)
+        places = {request: row for row, request in enumerate(requests)}
+        for request, token, score in scheduler.answered(lambda plan: self._timed(engine, plan)):
+            place, row = places[request], scheduler.row_of(request)
+            answer = self.answers[place]
+            if row:
+                answer.prompt_scores = row.prompt_scores
+            yield AnswerPiece(place, answer.add(token, score), answer.finish)
+            if answer.finish is not None:
+                scheduler.end(request)
+
+    def _timed(self, engine: Engine, plan: TurnPlan) -> Computed:
+        has_begun = all(answer.tokens or answer.finish for answer in self.answers)
+        start = time.perf_counter()
+        computed = engine.run(plan)
+        (self.decode_s if has_begun else self.prefill_s).append(time.perf_counter() - start)
+        self.num_drafts += computed.num_drafts
+        self.num_accepted += computed.num_accepted
+        return computed
 
 
 def requests_of(prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> list[Request]:

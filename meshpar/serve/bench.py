@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from meshpar.data.tokenizer import Ids
+from meshpar.inspection.report.table import table
 from meshpar.serve.answer import Answer
 from meshpar.serve.batch import Batch
 from meshpar.serve.engine import Engine
@@ -26,35 +26,26 @@ from meshpar.serve.scheduler import Request
 from meshpar.serve.service import Observer, Service
 from meshpar.serve.source import Source
 
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts of random tokens.
-
-    Args:
-      prompts: their lengths are uniform between 1 and the longest.
-      lengths: the numbers of tokens of the answers, from an exponential distribution that is cut at the longest.
-    """
-
-    prompts: list[list[int]]
-    lengths: list[int]
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all answers."""
-        return sum(self.lengths)
-
-    def cut(self, num: int) -> Workload:
-        """The first prompts."""
-        return Workload(self.prompts[:num], self.lengths[:num])
+Workload = Sequence[tuple[list[int], int]]
+"""Prompts of random tokens, and the numbers of tokens of their answers."""
 
 
 def draw(num: int, vocab_size: int, longest_prompt: int, longest_answer: int, seed: int = 0) -> Workload:
-    """Draws a workload."""
+    """Draws a workload.
+
+    The lengths of prompts are uniform between 1 and the longest, those of answers from an exponential distribution that
+    is cut at the longest.
+    """
     drawn = np.random.default_rng(seed)
     sizes = drawn.integers(1, longest_prompt + 1, num)
     lengths = np.ceil(drawn.exponential(longest_answer / 5, num)).clip(1, longest_answer)
-    return Workload([drawn.integers(0, vocab_size, n).tolist() for n in sizes], lengths.astype(int).tolist())
+    prompts = [drawn.integers(0, vocab_size, n).tolist() for n in sizes]
+    return list(zip(prompts, lengths.astype(int).tolist(), strict=True))
+
+
+def num_tokens(workload: Workload) -> int:
+    """The tokens of all answers."""
+    return sum(length for _, length in workload)
 
 
 @dataclass(frozen=True)
@@ -74,8 +65,8 @@ class Load:
     name: str
     rate: float
     tokens_per_s: float
-    first_s: tuple[float, float] | None = None
-    between_s: tuple[float, float] | None = None
+    first_s: tuple[float, float]
+    between_s: tuple[float, float]
     acceptance: float | None = None
 
 
@@ -104,14 +95,15 @@ class ServeBench:
         return {"what": self.what, "loads": loads, "continuous_over_static": self.continuous_over_static}
 
     def __str__(self) -> str:
-        head = f"{'':<16}{'requests/s':>11}{'tokens/s':>10}{'first token, ms':>24}{'between tokens, ms':>24}"
-        lines = [self.what, "", head, f"{'':<37}{'median':>12}{'90 %':>12}{'median':>12}{'90 %':>12}"]
+        head = ["", "requests/s", "tokens/s", "first token, ms", "90 %", "between tokens, ms", "90 %", ""]
+        rows: list[list[str]] = []
         for load in self.loads:
             rate = f"{load.rate:g}" if math.isfinite(load.rate) else "all"
-            times = [f"{1000 * x:.1f}" for pair in (load.first_s, load.between_s) if pair for x in pair]
-            row = f"{load.name:<16}{rate:>11}{load.tokens_per_s:>10.0f}" + "".join(f"{text:>12}" for text in times)
-            lines.append(row if load.acceptance is None else f"{row}  {load.acceptance:.0%} of drafts accepted")
-        return "\n".join([*lines, "", f"server over batches: {self.continuous_over_static:.2f} times the tokens/s"])
+            times = [f"{1000 * x:.1f}" for x in (*load.first_s, *load.between_s)]
+            accepted = "" if load.acceptance is None else f"{load.acceptance:.0%} of drafts accepted"
+            rows.append([load.name, rate, f"{load.tokens_per_s:.0f}", *times, accepted])
+        over = f"server over batches: {self.continuous_over_static:.2f} times the tokens/s"
+        return "\n".join([self.what, "", table(head, rows), "", over])
 
 
 def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[float]) -> ServeBench:
@@ -123,9 +115,9 @@ def bench(engine: Engine, source: Source, workload: Workload, rates: Sequence[fl
     loads = [asyncio.run(serve(engine, workload, rate)) for rate in (*rates, math.inf)]
     num_rows = engine.decoding.capacity.num_rows
     loads.append(generate("batches", batch_engine(source, workload, num_rows), workload, num_rows))
-    few = workload.cut(max(1, len(workload.prompts) // 4))
+    few = workload[: max(1, len(workload) // 4)]
     loads.append(generate("one by one", batch_engine(source, few, 1), few, 1))
-    return ServeBench(f"{len(workload.prompts)} requests, {workload.num_tokens} tokens; {engine}", tuple(loads))
+    return ServeBench(f"{len(workload)} requests, {num_tokens(workload)} tokens; {engine}", tuple(loads))
 
 
 class Drafts(Observer):
@@ -138,17 +130,11 @@ class Drafts(Observer):
         self.num += num_drafts
         self.num_accepted += num_accepted
 
-    @property
-    def acceptance(self) -> float | None:
-        """The fraction that was accepted; None if there was none."""
-        return self.num_accepted / self.num if self.num else None
-
 
 async def serve(engine: Engine, workload: Workload, rate: float, sampling: Sampling = GREEDY) -> Load:
     """Answers requests that arrive at a rate."""
     drafts = Drafts()
-    async with _running(engine, drafts) as service:
-        gaps = np.random.default_rng(1).exponential(1, len(workload.prompts)) / rate
+    async with Service(engine, _no_end(engine), drafts).running() as service:
         first: list[float] = []
         between: list[float] = []
 
@@ -165,52 +151,39 @@ async def serve(engine: Engine, workload: Workload, rate: float, sampling: Sampl
             between.extend(times[1:])
 
         begin = time.perf_counter()
-        arrivals = begin + np.cumsum(gaps)
-        await asyncio.gather(*map(ask, range(len(arrivals)), workload.prompts, workload.lengths, arrivals))
-        tokens_per_s = workload.num_tokens / (time.perf_counter() - begin)
-        return Load("server", rate, tokens_per_s, _percentiles(first), _percentiles(between), drafts.acceptance)
-
-
-@asynccontextmanager
-async def _running(engine: Engine, observer: Observer) -> AsyncIterator[Service]:
-    """A service whose answers end by their length alone."""
-    capacity = engine.decoding.capacity
-    service = Service(engine, capacity, _no_end(engine.decoding.model.vocab_size), observer)
-    task = asyncio.create_task(service.run())
-    yield service
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+        arrivals = begin + np.cumsum(np.random.default_rng(1).exponential(1, len(workload)) / rate)
+        await asyncio.gather(*(ask(i, *one, at) for i, (one, at) in enumerate(zip(workload, arrivals, strict=True))))
+        tokens_per_s = num_tokens(workload) / (time.perf_counter() - begin)
+        acceptance = drafts.num_accepted / drafts.num if drafts.num else None
+        return Load("server", rate, tokens_per_s, _percentiles(first), _percentiles(between), acceptance)
 
 
 def batch_engine(source: Source, workload: Workload, num_rows: int) -> Engine:
     """The engine of `generate` for batches of so many rows, of the workload's longest prompt and answer."""
-    longest = max(map(len, workload.prompts))
-    return open_batch(source, GREEDY, num_rows=num_rows, longest=longest, max_tokens=max(workload.lengths))
+    longest, most = max(len(prompt) for prompt, _ in workload), max(length for _, length in workload)
+    return open_batch(source, GREEDY, num_rows=num_rows, longest=longest, max_tokens=most)
 
 
 def generate(name: str, engine: Engine, workload: Workload, num_rows: int) -> Load:
     """Answers one batch after the other; each goes on until its longest answer ends."""
-    tokenizer = _no_end(engine.vocab_size)
     first: list[float] = []
     between: list[float] = []
-    for begin in range(0, len(workload.prompts), num_rows):
-        rows = slice(begin, begin + num_rows)
+    for begin in range(0, len(workload), num_rows):
         requests = [
             Request(prompt=prompt, max_tokens=length, sampling=GREEDY, index=i)
-            for i, (prompt, length) in enumerate(zip(workload.prompts[rows], workload.lengths[rows], strict=True))
+            for i, (prompt, length) in enumerate(workload[begin : begin + num_rows])
         ]
-        batch = Batch([Answer(tokenizer, [], request.max_tokens) for request in requests])
-        for _ in batch.stream(engine, requests):
-            pass
+        batch = Batch([Answer(_no_end(engine), [], request.max_tokens) for request in requests])
+        _ = list(batch.stream(engine, requests))
         first.append(sum(batch.prefill_s))
         between.extend(batch.decode_s)
-    tokens_per_s = workload.num_tokens / (sum(first) + sum(between))
+    tokens_per_s = num_tokens(workload) / (sum(first) + sum(between))
     return Load(name, math.inf, tokens_per_s, _percentiles(first), _percentiles(between))
 
 
-def _no_end(vocab_size: int) -> Ids:
-    """A tokenizer whose end of a document no model can sample."""
+def _no_end(engine: Engine) -> Ids:
+    """A tokenizer whose end of a document no model can sample, so that answers end by their length alone."""
+    vocab_size = engine.decoding.vocab_size
     return Ids(vocab_size=vocab_size + 1, bos=vocab_size)
 
 

@@ -25,11 +25,9 @@ from meshpar.models.encoders.options import Text, TwoTowers
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.precision import computed_in
 from meshpar.partition.function import PartitionedFunction
-from meshpar.serve.on_mesh import ACTIVATION_DIMS, for_tokens
+from meshpar.serve.on_mesh import ACTIVATION_DIMS, placements
 from meshpar.serve.source import Source
-from meshpar.sharding.resolve import resolve
 from meshpar.train.program import on_shards, pspecs, structs
-from meshpar.train.state import stored
 
 SHORTEST = 16
 """Tokens of the shortest rows that are compiled; others are longer by powers of two."""
@@ -136,9 +134,9 @@ class Embedder:
         assert self.model.text is not None
         return self.model.text
 
-    @cached_property
+    @property
     def ctx(self) -> ParallelContext:
-        return for_tokens(self.source.run.context(self.source.run.mesh.build()))
+        return self.source.ctx
 
     @cached_property
     def _specs(self) -> Any:
@@ -153,8 +151,7 @@ class Embedder:
 
     @cached_property
     def _placed(self) -> Any:
-        placed = resolve(self._specs, self.ctx.rules, self.ctx.mesh, activation_dims=ACTIVATION_DIMS)
-        return stored(placed, self.ctx.rules)
+        return placements(self._specs, self.ctx, ACTIVATION_DIMS)
 
     @cached_property
     def _program(self) -> Callable[..., jax.Array]:

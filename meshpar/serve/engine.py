@@ -8,15 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.mesh.layout import describe_sizes
-from meshpar.serve.draft_model import DraftModel
+from meshpar.serve.decoding import Decoding, RowArrays, Turn
 from meshpar.serve.drafts import Drafter, accepted
-from meshpar.serve.paged_decoding import PagedDecoding, RowArrays, Turn
-from meshpar.serve.paged_model import PagedModel
+from meshpar.serve.paged_model import DraftModel, PagedModel, rows_of
 from meshpar.serve.scheduler import Chunk, Computed, Row, TurnPlan
 from meshpar.serve.scores import TokenScore, TokenScores
 from meshpar.train.program import on_host
-from meshpar.tree import human_bytes
 
 
 class Engine(PagedModel):
@@ -28,15 +25,16 @@ class Engine(PagedModel):
       drafter: proposes tokens, which are checked together; None to decode one token of each row at a time.
     """
 
-    def __init__(self, decoding: PagedDecoding, restore: Callable[[Any], Any], drafter: Drafter | None = None):
+    def __init__(self, decoding: Decoding, restore: Callable[[Any], Any], drafter: Drafter | None = None):
         assert decoding.num_drafts == (drafter.num_drafts if drafter else 0), "drafts of another length are compiled"
-        self._decode = decoding.compile_decode()
+        self._decode = None if decoding.recomputes else decoding.compile_decode()
         # A batch needs the host only to read its tokens, so a draft and its check are one program.
-        smaller = drafter.decoding if decoding.capacity.whole_prompts and isinstance(drafter, DraftModel) else None
+        smaller = drafter.decoding if decoding.is_batch and isinstance(drafter, DraftModel) else None
         self._round = decoding.compile_round(smaller) if smaller else None
         self._verify = decoding.compile_verify() if drafter and not smaller else None
         self._score = decoding.compile_score() if decoding.scores_prompts else None
         super().__init__(decoding, restore)
+        decoding.check(self._params)
         self.drafter = drafter
         self._decoded: tuple[Row | None, ...] = ()
         self._rows: RowArrays | None = None
@@ -44,19 +42,7 @@ class Engine(PagedModel):
         self._ahead: tuple[Turn, TokenScores | None] | None = None
 
     def __str__(self) -> str:
-        """What is served, in one line."""
-        decoding = self.decoding
-        capacity = decoding.capacity
-        mesh = describe_sizes(dict(decoding.ctx.mesh.shape))
-        num_pages = capacity.num_shards * capacity.pages
-        pages = f"{num_pages} pages of {capacity.page_size} tokens"
-        drafts = f", {decoding.num_drafts} drafts a row" if decoding.num_drafts else ""
-        return f"{mesh}: {capacity.num_rows} slots, {pages}, cache {human_bytes(decoding.cache_bytes)} a device{drafts}"
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of the model."""
-        return self.decoding.model.vocab_size
+        return str(self.decoding)
 
     def load(self, params: Any) -> None:
         """Replaces the parameters. No row may be running, and pages of earlier ones must not be used again."""
@@ -68,6 +54,9 @@ class Engine(PagedModel):
 
         A server calls it in a thread. It reads the plan only, which nothing else changes meanwhile.
         """
+        assert not (self.decoding.is_batch and any(plan.chunks) and any(plan.rows)), "prompts of a batch begin together"
+        if self.decoding.recomputes:
+            return self._recompute(plan)
         first, scores = self._run_prompts(plan.chunks) if any(plan.chunks) else ([0] * len(plan.chunks), {})
         if not any(plan.rows):
             return Computed(first, [[]] * len(plan.rows), chunk_scores=scores)
@@ -85,9 +74,16 @@ class Engine(PagedModel):
         following, of_rows = self._run_verify(plan.rows, drafts) if any(drafts) else self._run_decode(plan.rows)
         return Computed(first, following, sum(map(len, drafts)), scores, _read_scores(plan.rows, of_rows, following))
 
+    def _recompute(self, plan: TurnPlan) -> Computed:
+        """A turn of a model without a cache, which computes the whole row of every token."""
+        chunks = [row and Chunk(row, row.tokens) for row in plan.rows]
+        found, scores = self._run_prompts([whole or chunk for whole, chunk in zip(chunks, plan.chunks, strict=True)])
+        following = [[token] if row else [] for token, row in zip(found, plan.rows, strict=True)]
+        return Computed(found, following, chunk_scores=scores, scores=scores)
+
     def _goes_on(self, plan: TurnPlan) -> bool:
         """Whether only rows of a batch have ended: they are computed with the others, for no row takes their pages."""
-        if not self.decoding.capacity.whole_prompts or not self._decoded:
+        if not self.decoding.is_batch or not self._decoded:
             return False
         return all(row is None or row is before for row, before in zip(plan.rows, self._decoded, strict=True))
 
@@ -100,13 +96,11 @@ class Engine(PagedModel):
         first, scores = self._run_score(chunks) if scores_prompt else self.prefill(chunks)
         if self.drafter:
             self.drafter.prefill(chunks)
-        rows = [chunk and chunk.row for chunk in chunks]
         scored = [chunk.tokens if chunk and scores_prompt else [0] for chunk in chunks]
-        return first, _read_scores(rows, scores, scored)
+        return first, _read_scores(rows_of(chunks), scores, scored)
 
     def _run_score(self, chunks: Sequence[Chunk | None]) -> tuple[list[int], TokenScores | None]:
         assert self._score
-        rows = [chunk and chunk.row for chunk in chunks]
         given = np.full((len(chunks), self.decoding.capacity.chunk), -1, np.int32)
         for i, chunk in enumerate(chunks):
             if chunk:
@@ -114,23 +108,23 @@ class Engine(PagedModel):
                 following = chunk.row.request.prompt[first : first + len(chunk.tokens)]
                 given[i, : len(following)] = following
         placed = jax.device_put(given, self.decoding.per_row(*given.shape).sharding)
-        arguments = (self._placed_prompts(chunks), placed, self._placed_rows(rows))
-        found, scores, self._pages = self._score(self._params, *arguments, self._pages)
-        sampled = on_host(found)
+        prompts, rows = self._placed_chunks(chunks, self.decoding.prompts), self._placed_rows(rows_of(chunks))
+        found, scores, self._pages = self._score(self._params, prompts, placed, rows, self._pages)
         lasts = [len(chunk.tokens) - 1 if chunk else 0 for chunk in chunks]
-        return [int(sampled[i, last]) for i, last in enumerate(lasts)], scores
+        return on_host(found)[range(len(lasts)), lasts].tolist(), scores
 
     def _run_decode(self, rows: Sequence[Row | None]) -> tuple[list[list[int]], TokenScores | None]:
         # If the same rows were decoded in the last turn, it is still on the devices.
         turn, scores = self._ahead or self._decoded_turn(self._turn or self._placed_turn(rows))
         self._turn, self._ahead = turn, None
         # A batch decodes the same rows again, so that their next turn is computed while this one is read.
-        is_known = self.decoding.capacity.whole_prompts and self.drafter is None
+        is_known = self.decoding.is_batch and self.drafter is None
         if is_known and not any(map(_depends_on_answer, rows)) and any(row.num_missing > 1 for row in rows if row):
             self._ahead = self._decoded_turn(turn)
         return on_host(turn.tokens)[:, None].tolist(), scores
 
     def _decoded_turn(self, turn: Turn) -> tuple[Turn, TokenScores | None]:
+        assert self._decode
         following, scores, self._pages = self._decode(self._params, turn, self._rows, self._pages)
         return following, scores
 
@@ -150,8 +144,8 @@ class Engine(PagedModel):
     ) -> tuple[Any, TokenScores | None]:
         """Computes the newest token of each row and its drafts. Returns the accepted ones, and the token after them."""
         assert self._verify
-        tokens = [[row.tokens[-1], *draft] if row else [0] for row, draft in zip(rows, drafts, strict=True)]
-        placed = self._placed_chunks(rows, tokens, self.decoding.drafts)
+        chunks = [row and Chunk(row, [row.tokens[-1], *draft]) for row, draft in zip(rows, drafts, strict=True)]
+        placed = self._placed_chunks(chunks, self.decoding.drafts)
         found, scores, self._pages = self._verify(self._params, placed, self._rows, self._pages)
         self._turn = None
         return list(map(accepted, drafts, on_host(found).tolist())), scores

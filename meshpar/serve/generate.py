@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshpar.data.tokenizer import Ids
 from meshpar.errors import ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import describe_sizes
+from meshpar.nn.transformer import Decoder
 from meshpar.serve.answer import Answer, AnswerPiece, Finish
 from meshpar.serve.batch import Batch, requests_of
-from meshpar.serve.engine import Engine
-from meshpar.serve.open_engine import NUM_DRAFTS, check_drafts, check_own, open_batch
-from meshpar.serve.own_engine import OwnEngine
-from meshpar.serve.own_source import CausalModel, answer
+from meshpar.serve.open_engine import NUM_DRAFTS, check_tokenizer, open_batch, own_of
+from meshpar.serve.own_source import CausalModel
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.source import Source, of_run, open_source
 from meshpar.tree import human_bytes
@@ -127,86 +126,74 @@ def generate(
       see `PagedDecoding.pages`.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if isinstance(source, CausalModel):
-        check_own(overrides, draft, ngrams)
-        return _by_own(source, source.tokens_of, prompts, stop, max_tokens, sampling, show)
     opened = _opened(source, overrides)
+    drafting = None if draft is None else _opened(draft, ())
     prompts = [prompts] if isinstance(prompts, str) else prompts
     stop = [stop] if isinstance(stop, str) else stop
-    if own := opened.own:
-        check_own((), draft, ngrams)
-        encode = partial(_encoded, opened, parse_special=parse_special)
-        return _by_own(own, encode, prompts, stop, max_tokens, sampling, show)
-    drafting = None if draft is None else _opened(draft, ())
-    ids = [_encoded(opened, prompt, parse_special) for prompt in prompts]
-    _check(opened, prompts, ids, max_tokens, stop)
-    check_drafts(opened, drafting, ngrams, num_drafts)
+    ids = [opened.encode(one, parse_special) if isinstance(one, str) else list(one) for one in prompts]
+    own = own_of(opened)
+    _check(None if own else opened, prompts, ids, max_tokens, stop)
     engine = open_batch(
         opened, sampling, num_rows=len(ids), longest=max(map(len, ids)), max_tokens=max_tokens, draft=drafting,
         ngrams=ngrams, num_drafts=num_drafts,
     )  # fmt: skip
-    batch = Batch([Answer(opened.tokenizer, stop, max_tokens, opened.ends, prompt) for prompt in ids])
+    if own:
+        _check_ids(ids, engine.decoding.vocab_size)
+    tokenizer = opened.tokenizer or Ids(vocab_size=engine.decoding.vocab_size, bos=0)
+    ends = () if opened.tokenizer is None and opened.ends is None else opened.ends
+    batch = Batch([Answer(tokenizer, stop, max_tokens, ends, prompt) for prompt in ids])
     for piece in batch.stream(engine, requests_of(ids, max_tokens, sampling)):
         show(piece)
-    return _generated(prompts, batch, engine, acceptance=batch.acceptance if engine.drafter else None)
-
-
-def _by_own(
-    source: CausalModel, encode: Callable[[Prompt], list[int]], prompts: Sequence[Prompt] | str,
-    stop: Sequence[str] | str, max_tokens: int, sampling: Sampling, show: Callable[[AnswerPiece], None],
-) -> Generated:  # fmt: skip
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    stop = [stop] if isinstance(stop, str) else stop
-    problems = Problems()
-    _check_sizes(prompts, max_tokens, stop, problems)
-    problems.raise_any(ConfigError, "these prompts cannot be answered:")
-    batch, engine = answer(source, list(map(encode, prompts)), stop, max_tokens, sampling, show)
-    return _generated(prompts, batch, engine, how=source.functions.how)
-
-
-def _generated(prompts: Sequence[Prompt], batch: Batch, engine: Engine | OwnEngine, **more: Any) -> Generated:
     return Generated(
         [Completion(prompt, x.text, x.tokens, x.finish) for prompt, x in zip(prompts, batch.answers, strict=True)],
         describe_sizes(dict(engine.decoding.ctx.mesh.shape)),
         engine.decoding.cache_bytes,
         prefill_s=sum(batch.prefill_s),
         decode_s=sum(batch.decode_s),
-        **more,
+        acceptance=batch.acceptance if engine.drafter else None,
+        how=own.functions.how if own else "",
     )
 
 
-def _opened(source: Source | Run | Path | str, overrides: Sequence[str]) -> Source:
+def _opened(source: Any, overrides: Sequence[str]) -> Any:
+    """A `Source`, or a `CausalModel`."""
     if isinstance(source, (str, Path)):
         return open_source(Path(source), overrides)
+    if overrides and isinstance(source, CausalModel):
+        raise ConfigError("overrides: a model in Python has no config; CausalModel.of(..., mesh=, rules=)")
     if overrides:
         raise ConfigError("overrides are for a config file or a folder: of a Run, change the fields")
     return of_run(source) if isinstance(source, Run) else source
 
 
-def _encoded(source: Source, prompt: Prompt, parse_special: bool) -> list[int]:
-    return source.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
-
-
 def _check(
-    source: Source, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str]
+    source: Source | None, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str]
 ) -> None:
+    """Checks the prompts.
+
+    Args:
+      source: None of a user's own model, whose vocabulary and positions are not known yet.
+    """
     problems = Problems()
-    model = source.model
-    if (size := source.tokenizer.vocab_size) > model.vocab_size:
-        what = f"the tokenizer has {size} ids, the model {model.vocab_size}"
-        problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
-    _check_sizes(prompts, max_tokens, stop, problems)
+    if source:
+        check_tokenizer(source, problems)
+    if max_tokens < 1:
+        problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
+    if "" in stop:
+        problems.add("stop", "an empty text occurs everywhere", "leave it out")
+    if not prompts:
+        problems.add("prompts", "there is none", "pass at least one")
     for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
-        _check_prompt(f"prompt {number}", source, prompt, tokens, max_tokens, problems)
+        if not prompt:
+            problems.add(f"prompt {number}", "is empty", "write at least one character")
+        elif source:
+            _check_prompt(f"prompt {number}", source.model, prompt, tokens, max_tokens, problems)
     problems.raise_any(ConfigError, "these prompts cannot be answered:")
 
 
 def _check_prompt(
-    where: str, source: Source, prompt: Prompt, ids: Sequence[int], max_tokens: int, problems: Problems
+    where: str, model: Decoder, prompt: Prompt, ids: Sequence[int], max_tokens: int, problems: Problems
 ) -> None:
-    if not prompt:
-        return
-    model = source.model
     if not isinstance(prompt, str) and not all(0 <= token < model.vocab_size for token in ids):
         problems.add(where, f"has token ids outside of the model's vocabulary of {model.vocab_size}")
     if model.learned_positions and len(ids) + max_tokens > model.max_seq_len:
@@ -215,13 +202,9 @@ def _check_prompt(
         problems.add(where, what, f"max_tokens={room}" if room > 0 else "a shorter prompt")
 
 
-def _check_sizes(prompts: Sequence[Prompt], max_tokens: int, stop: Sequence[str], problems: Problems) -> None:
-    if max_tokens < 1:
-        problems.add("max_tokens", f"{max_tokens} is not 1 or more", "1")
-    if "" in stop:
-        problems.add("stop", "an empty text occurs everywhere", "leave it out")
-    if not prompts:
-        problems.add("prompts", "there is none", "pass at least one")
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            problems.add(f"prompt {number}", "is empty", "write at least one character")
+def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    problems = Problems()
+    for number, ids in enumerate(prompts, 1):
+        if not all(0 <= token < vocab_size for token in ids):
+            problems.add(f"prompt {number}", f"has token ids outside of the model's vocabulary of {vocab_size}")
+    problems.raise_any(ConfigError, "these prompts cannot be answered:")

@@ -15,10 +15,8 @@ from meshpar.experiment.config import Run
 from meshpar.experiment.validate import task_of
 from meshpar.nn.lora import is_lora
 from meshpar.parallel.precision import stored_in
-from meshpar.serve.on_mesh import ACTIVATION_DIMS, for_tokens
-from meshpar.sharding.resolve import resolve
+from meshpar.serve.on_mesh import ACTIVATION_DIMS, for_tokens, placements
 from meshpar.train.program import compile_program, structs, trace
-from meshpar.train.state import stored
 from meshpar.tree import flatten_with_paths, map_with_path
 
 Arrays = dict[str, Any]
@@ -38,14 +36,13 @@ def restore_merged(run: Run, saved: Checkpoint, plain: Any) -> Any:
     program = run.model.program(replace(task_of(run), mesh=mesh))
     merging = program.merged
     assert merging, "a run with LoRA"
-    rules = for_tokens(replace(run.context(mesh), rules=program.rules)).rules
+    ctx = for_tokens(replace(run.context(mesh), rules=program.rules))
     wide_paths = program.state.paths if program.state else ()
     specs = stored_in(program.specs, np.dtype(run.precision.params), wide_paths)
     of_activations = program.activation_dims
     if of_activations is not None:
         of_activations = (*of_activations, *ACTIVATION_DIMS)
-    adapted = resolve(specs, rules, mesh, activation_dims=of_activations)
-    nested = structs(stored(adapted, rules))
+    nested = structs(placements(specs, ctx, of_activations))
     params = flatten_with_paths(restore_params(saved, nested))
     updates = {path: params.pop(path) for path in list(params) if is_lora(path)}
 

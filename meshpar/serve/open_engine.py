@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +10,11 @@ import numpy as np
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.transformer import Decoder
-from meshpar.parallel.context import ParallelContext
-from meshpar.serve.draft_model import DraftModel
-from meshpar.serve.drafts import Drafter, NGrams
+from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.own_engine import OwnEngine
+from meshpar.serve.own_source import CausalModel
 from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.paged_model import DraftModel
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Capacity
 from meshpar.serve.side_adapters import OpenedAdapters
@@ -44,7 +42,7 @@ def open_engine(
     num_drafts: int = NUM_DRAFTS,
     scores_prompts: bool = True,
     adapters: OpenedAdapters | None = None,
-) -> Engine | OwnEngine:
+) -> Engine:
     """The engine of a trained model on the mesh of its run.
 
     Args:
@@ -63,34 +61,29 @@ def open_engine(
       CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
     """
     if own := source.own:
-        check_own((), draft, ngrams)
-        _check_pages(page_size, cache_bytes)
+        _check_own(draft, ngrams, num_drafts, page_size, cache_bytes)
         return own.engine(slots, max_len or source.run.data.seq_len, chunk, max_queue)
-    check_drafts(source, draft, ngrams, num_drafts)
+    _check_drafts(source, draft, ngrams, num_drafts)
     problems = Problems()
     max_len = _max_len(source.model, max_len, problems)
-    if (size := source.tokenizer.vocab_size) > source.model.vocab_size:
-        what = f"the tokenizer has {size} ids, the model {source.model.vocab_size}"
-        problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
-    ctx = source.ctx(source.run.mesh.build())
-    shards = ctx.shards("batch")
-    per_shard = -(-slots // shards)
-    capacity = Capacity(
-        num_shards=shards, slots=per_shard, pages=per_shard * -(-max_len // page_size), page_size=page_size,
-        max_len=max_len, chunk=chunk, max_queue=max_queue,
+    check_tokenizer(source, problems)
+    capacity = Capacity.of_rows(
+        source.ctx.shards("batch"), slots, max_len, page_size, chunk=chunk, max_queue=max_queue
     )  # fmt: skip
-    decoding = _decoding(source, ctx, capacity, num_drafts if draft or ngrams else 0)
-    decoding = replace(decoding, scores_prompts=scores_prompts, adapters=adapters and adapters.sizes)
+    decoding = _decoding(
+        source, capacity, num_drafts=num_drafts if draft or ngrams else 0, scores_prompts=scores_prompts,
+        adapters=adapters and adapters.sizes,
+    )  # fmt: skip
     smaller = _smaller(decoding, draft, problems) if draft else None
     if cache_bytes is not None:
         decoding, smaller = _within(decoding, smaller, cache_bytes, problems)
     problems.raise_any(ConfigError, "the model cannot be served with these sizes:")
-    drafter = _drafter(draft, smaller, ngrams, num_drafts)
-    return Engine(decoding, partial(adapters.restore, source) if adapters else source.restore, drafter)
+    restore = partial(adapters.restore, source) if adapters else source.restore
+    return Engine(decoding, restore, _drafter(draft, smaller, ngrams, num_drafts))
 
 
 def open_batch(
-    source: Source,
+    source: Source | CausalModel,
     sampling: Sampling,
     *,
     num_rows: int,
@@ -106,47 +99,75 @@ def open_batch(
       sampling: of all rows.
       num_rows: prompts, rounded up to a multiple of the batch's shards.
       longest, max_tokens: most tokens of a prompt, and of an answer.
-      draft, ngrams, num_drafts: see `open_engine`; checked already, see `check_drafts`.
+      draft, ngrams, num_drafts: see `open_engine`.
 
     Raises:
+      ConfigError: lists all problems of the drafts.
       CheckpointError, MeshError, ShardingError: there is no checkpoint, or it does not fit the mesh.
     """
-    ctx = source.ctx(source.run.mesh.build())
-    capacity = Capacity.of_batch(ctx.shards("batch"), num_rows, longest, max_tokens)
-    decoding = replace(_decoding(source, ctx, capacity, num_drafts if draft or ngrams else 0), sampling=sampling)
+    if own := own_of(source):
+        _check_own(draft, ngrams, num_drafts)
+        return own.engine(num_rows, longest + max_tokens, chunk=longest)
+    assert isinstance(source, Source)
+    _check_drafts(source, draft, ngrams, num_drafts)
+    capacity = Capacity.of_rows(
+        source.ctx.shards("batch"), num_rows, longest + max_tokens, chunk=longest, all_prompts=True, max_queue=num_rows
+    )  # fmt: skip
+    decoding = _decoding(source, capacity, num_drafts=num_drafts if draft or ngrams else 0, sampling=sampling)
     problems = Problems()
     smaller = _smaller(decoding, draft, problems) if draft else None
     problems.raise_any(ConfigError, "these drafts cannot be used:")
     return Engine(decoding, source.restore, _drafter(draft, smaller, ngrams, num_drafts))
 
 
-def _decoding(source: Source, ctx: ParallelContext, capacity: Capacity, num_drafts: int) -> PagedDecoding:
-    precision = source.run.precision
+def own_of(source: Source | CausalModel) -> CausalModel | None:
+    """The user's own model; None of one of meshpar's decoders."""
+    return source if isinstance(source, CausalModel) else source.own
+
+
+def _decoding(source: Source, capacity: Capacity, **settings: Any) -> PagedDecoding:
+    dtype, cache_format = np.dtype(source.run.precision.params), source.run.precision.cache
     return PagedDecoding(
-        model=source.model, ctx=ctx, dtype=np.dtype(precision.params), cache_format=precision.cache, capacity=capacity,
-        num_drafts=num_drafts,
+        model=source.model, ctx=source.ctx, dtype=dtype, cache_format=cache_format, capacity=capacity, **settings
     )  # fmt: skip
 
 
 def _drafter(
     draft: Source | None, smaller: PagedDecoding | None, ngrams: int | None, num_drafts: int
-) -> Drafter | None:  # fmt: skip
+) -> DraftModel | NGrams | None:
     if draft and smaller:
         return DraftModel(smaller, draft.restore)
     return NGrams(ngrams, num_drafts) if ngrams else None
 
 
-def check_own(overrides: Sequence[str], draft: Any, ngrams: int | None) -> None:
+def check_tokenizer(source: Source, problems: Problems) -> None:
+    """Reports a tokenizer with ids that the model does not have."""
+    if (size := source.tokenizer.vocab_size) > source.model.vocab_size:
+        what = f"the tokenizer has {size} ids, the model {source.model.vocab_size}"
+        problems.add("model.vocab_size", what, "the tokenizer that the model was trained with")
+
+
+def _check_own(
+    draft: Any, ngrams: int | None, num_drafts: int, page_size: int = PAGE_SIZE, cache_bytes: int | None = None
+) -> None:
     """Checks that no option is given that a model of the user's own cannot follow."""
+    drafts = "a model of your own decodes one token at a time"
+    pages = "the cache of a model of your own has no pages: each slot has its own"
+    given = {
+        "draft": (draft is not None, drafts),
+        "ngrams": (ngrams is not None, drafts),
+        "num_drafts": (num_drafts != NUM_DRAFTS, drafts),
+        "page_size": (page_size != PAGE_SIZE, pages),
+        "cache": (cache_bytes is not None, pages),
+    }
     problems = Problems()
-    if overrides:
-        problems.add("overrides", "a model in Python has no config", "CausalModel.of(..., mesh=, rules=)")
-    for name in [name for name, option in (("draft", draft), ("ngrams", ngrams)) if option is not None]:
-        problems.add(name, "a model of your own decodes one token at a time", "leave it out")
+    for name, (is_given, why) in given.items():
+        if is_given:
+            problems.add(name, why, "leave it out")
     problems.raise_any(ConfigError, "these options do not fit a model of your own:")
 
 
-def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
+def _check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_drafts: int) -> None:
     """Checks the options of speculative decoding.
 
     Raises:
@@ -169,33 +190,19 @@ def check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_d
     problems.raise_any(ConfigError, "these drafts cannot be used:")
 
 
-def _check_pages(page_size: int, cache_bytes: int | None) -> None:
-    """Checks that no size of pages is given, which the cache of a user's own model does not have."""
-    problems = Problems()
-    given = {"page_size": page_size != PAGE_SIZE, "cache": cache_bytes is not None}
-    for name in (name for name, is_given in given.items() if is_given):
-        problems.add(name, "the cache of a model of your own has no pages: each slot has its own", "leave it out")
-    problems.raise_any(ConfigError, "the model cannot be served with these sizes:")
-
-
 def _smaller(decoding: PagedDecoding, draft: Source, problems: Problems) -> PagedDecoding:
     """The settings of a model that drafts, with the mesh and the sizes of the model."""
     capacity, positions = decoding.capacity, draft.model.max_seq_len
     if draft.model.learned_positions and capacity.max_len > positions:
         what = f"it has {positions} positions, and the longest row has {capacity.max_len} tokens"
         fix = f"max_len={positions}"
-        if capacity.whole_prompts:
+        if decoding.is_batch:
             room = positions - capacity.chunk
             fix = f"max_tokens={room}" if room > 0 else "a draft with more positions, or shorter prompts"
         problems.add("draft", what, fix)
     precision = draft.run.precision
-    return replace(
-        decoding,
-        model=draft.model,
-        scores_prompts=False,
-        dtype=np.dtype(precision.params),
-        cache_format=precision.cache,
-    )
+    dtype, cache_format = np.dtype(precision.params), precision.cache
+    return replace(decoding, model=draft.model, scores_prompts=False, dtype=dtype, cache_format=cache_format)
 
 
 def _max_len(model: Decoder, max_len: int | None, problems: Problems) -> int:

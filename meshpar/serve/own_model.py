@@ -1,8 +1,8 @@
-"""Compiles the programs that generate with a user's own causal model.
+"""Decodes with a user's own causal model.
 
-The rows of the batch are slots, as in `engine`. With a cache, each slot has one of its own, as of a batch of one row:
-`vmap` computes all slots, so that rows of any length are decoded together, whatever form the model's cache has.
-Without one, each token recomputes its row, padded to the longest length: one program, compiled once.
+The rows of the batch are slots. With a cache, each slot has one of its own, as of a batch of one row: `vmap` computes
+all slots, so that rows of any length are decoded together, whatever form the model's cache has. Without one, each token
+recomputes its row, padded to the longest length: one program, compiled once.
 """
 
 from __future__ import annotations
@@ -15,54 +15,53 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from meshpar.errors import ConfigError
-from meshpar.interop.causal import Causal, decoded_by, empty_cache, logits_of
+from meshpar.interop.causal import Causal, decoded_by, empty_cache, logits_of, logits_of_row
+from meshpar.mesh.layout import describe_sizes
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.parallel.precision import computed_in
 from meshpar.partition.function import PartitionedFunction, Sharding
-from meshpar.serve.adjust import most_adjusted
-from meshpar.serve.on_mesh import ACTIVATION_DIMS
-from meshpar.serve.sampling import Asked, RowSampling, sample_each
-from meshpar.serve.scheduler import Capacity
-from meshpar.sharding.resolve import Placement, resolve
+from meshpar.serve.decoding import Decoding, RowArrays
+from meshpar.serve.on_mesh import ACTIVATION_DIMS, placements
+from meshpar.sharding.resolve import Placement
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.program import compile_program, on_shards, pspecs, shardings, structs, trace, whole
-from meshpar.train.state import stored
+from meshpar.train.program import on_host, on_shards, pspecs
+from meshpar.tree import human_bytes
+
+CHECKED = 6
+"""Tokens whose logits with a cache are compared with those without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnDecoding:
-    """The settings of a generation with a user's model, from which its programs are compiled.
+class OwnDecoding(Decoding):
+    """A user's model on a mesh. A page is the cache of a whole row, which its slot has.
 
     Args:
       model: its forward, and how it decodes with a cache if it does.
       specs: tree of `ArraySpec` of its parameters.
-      ctx: mesh, rules, lowering and compute dtype; see `for_tokens`.
-      capacity: rows that are decoded together, and their longest length.
     """
 
     model: Causal
     specs: Any
-    ctx: ParallelContext
-    capacity: Capacity
+
+    def __str__(self) -> str:
+        """What is served, in one line."""
+        cache = f", cache {human_bytes(self.cache_bytes)} a device" if self.cache_bytes else ""
+        return f"{describe_sizes(dict(self.ctx.mesh.shape))}: {self.capacity.num_rows} slots{cache}; {self.model.how}"
+
+    @property
+    def recomputes(self) -> bool:
+        return self.model.decoding is None
 
     @cached_property
     def params(self) -> Any:
-        """Tree of `Placement` of the parameters."""
-        placed = resolve(self.specs, self.ctx.rules, self.ctx.mesh, activation_dims=ACTIVATION_DIMS)
-        return stored(placed, self.ctx.rules)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of logits of the model."""
-        return self._logits.shape[-1]
+        return placements(self.specs, self.ctx, ACTIVATION_DIMS)
 
     @cached_property
-    def _logits(self) -> jax.ShapeDtypeStruct:
-        """The logits of one row.
+    def logits_struct(self) -> jax.ShapeDtypeStruct:
+        """The logits of a token.
 
         Raises:
           ConfigError: the model returns something else.
@@ -74,12 +73,19 @@ class OwnDecoding:
             found = getattr(logits, "shape", type(logits).__name__)
             call = f"the model, called with tokens{list(tokens.shape)},"
             raise ConfigError(f"{call} returns {found}, not logits [batch, seq, vocab]")
-        return logits
+        return jax.ShapeDtypeStruct(logits.shape[2:], logits.dtype)
 
     @cached_property
-    def cache(self) -> Any:
+    def logits_ctx(self) -> ParallelContext:
+        """Every device has the whole vocabulary of its rows."""
+        rules = self.ctx.rules
+        whole = AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"vocab": ()})  # pyright: ignore
+        return replace(self.ctx, rules=whole)
+
+    @cached_property
+    def pages(self) -> Any:
         """Tree of `Placement` of the cache: the slots, and then the dims of the model's own cache of one row."""
-        if self.model.decoding is None:
+        if self.recomputes:
             return {}
         with tracing(replace(self.ctx, manual=False)):
             empty = jax.eval_shape(self._empty, self._global_params)
@@ -95,63 +101,44 @@ class OwnDecoding:
         leaves, tree = jax.tree.flatten(shapes)
         return jax.tree.unflatten(tree, list(map(placed, leaves, axes)))
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache on one device."""
-        return sum(placement.local_bytes for placement in jax.tree.leaves(self.cache))
+    def _natural(self, shapes: Any, axes: list[Sharding]) -> list[Sharding]:
+        """How the planner shards the caches, as by heads; their slots only, if a step would return other shards."""
+        rows = self.capacity.num_rows
+        others = (jax.ShapeDtypeStruct((rows, 1), jnp.int32), *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2)
 
-    def rows(self) -> RowSampling:
-        """Structs of a `RowSampling`."""
-        return RowSampling.structs(self.per_row, self.most_adjusted, self.vocab_size)
+        def returned(axes: list[Sharding]) -> list[Sharding]:
+            arrays = [*axes, (axes[0][0], ()), (axes[0][0],), (axes[0][0],)]
+            planned = PartitionedFunction(self._added, self.specs, arrays, [])
+            _, cache = planned.natural(self.ctx, self._global_params, shapes, *others)
+            found = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, tuple))
+            return [(axes[0][0], *over[1:]) for over in found]
 
-    @property
-    def most_adjusted(self) -> int:
-        """The most tokens that a row adjusts."""
-        return most_adjusted(self.vocab_size, self.capacity.max_len)
+        found = returned(axes)
+        return found if returned(found) == found else axes
 
-    # Programs ----------------------------------------------------------------------------------------------------
+    def extended(self, params: Any, batch: Any, rows: RowArrays, pages: Any, is_first: bool) -> tuple[jax.Array, Any]:
+        """A row without a page keeps its cache; one that begins at 0 begins with an empty one."""
+        counts = jnp.where(rows.table[:, 0] < self.capacity.pages, batch["last"] + 1, 0)
+        of_batch, of_cache = self.ctx.axes("batch"), [placement.axes for placement in jax.tree.leaves(self.pages)]
+        arrays: Sequence[Sharding] = [*of_cache, (of_batch, ()), (of_batch,), (of_batch,)]
+        function = self._recomputed if self.recomputes else self._added
+        on_local = PartitionedFunction(function, self.specs, arrays, [(of_batch, ()), *of_cache])
 
-    def compile_recomputing(self) -> Callable[..., Any]:
-        """(params, tokens [rows, max_len], lengths [rows], rows, asked) -> int32[rows], the token after each row."""
+        def computed(params: Any, *arrays: Any) -> Any:
+            return on_local(self._computed_in(params), *arrays)
 
-        def last_logits(params: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-            logits = logits_of(self.model, params, tokens, self.specs)
-            return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+        a_row, of_pages = self.ctx.pspec("batch"), pspecs(self.pages)
+        in_specs = (pspecs(self.params), of_pages, a_row, a_row, a_row)
+        added = on_shards(computed, self.ctx, in_specs, (a_row, of_pages))
+        return added(params, pages, batch["tokens"], counts, batch["positions"][:, 0])
 
-        of_rows = (self.ctx.axes("batch"), ())
-        local = self._partitioned(last_logits, [of_rows, of_rows[:1]], [of_rows])
-        batch = self.ctx.pspec("batch")
-        logits = on_shards(local, self.ctx, (pspecs(self.params), batch, batch), batch)
-
-        def following(params: Any, tokens: Any, lengths: Any, rows: RowSampling, asked: Asked) -> jax.Array:
-            return self._sampled(logits(params, tokens, lengths), lengths, rows, asked)
-
-        tokens = self.per_row(self.capacity.max_len)
-        arguments = (structs(self.params), tokens, self.per_row(), self.rows(), self.asked)
-        return compile_program(trace(following, arguments, shardings(self.per_row())))
-
-    def compile_decoding(self, length: int) -> Callable[..., Any]:
-        """A program that adds up to `length` tokens to the cache of each row.
-
-        (params, cache, tokens [rows, length], counts [rows], begins [rows], rows, asked) -> (int32[rows] the token
-        after each, the cache). A row without tokens keeps its cache; one that begins at 0 begins with an empty one.
-        """
-        batch, of_cache = self.ctx.pspec("batch"), pspecs(self.cache)
-        in_specs = (pspecs(self.params), of_cache, batch, batch, batch)
-        local = self._decoding_on_shards([placement.axes for placement in jax.tree.leaves(self.cache)])
-        added = on_shards(local, self.ctx, in_specs, (batch, of_cache))
-
-        def decode(
-            params: Any, cache: Any, tokens: Any, counts: Any, begins: Any, rows: RowSampling, asked: Asked
-        ) -> Any:
-            logits, cache = added(params, cache, tokens, counts, begins)
-            return self._sampled(logits, begins + counts, rows, asked), cache
-
-        a_row = self.per_row()
-        arguments = (
-            structs(self.params), structs(self.cache), self.per_row(length), a_row, a_row, self.rows(), self.asked,
-        )  # fmt: skip
-        return compile_program(trace(decode, arguments, shardings((a_row, structs(self.cache))), donate=(1,)))
+    def _recomputed(
+        self, params: Any, cache: Any, tokens: jax.Array, counts: jax.Array, begins: jax.Array
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """The logits after the last of each row's tokens."""
+        logits = logits_of(self.model, params, tokens, self.specs)
+        last = jnp.maximum(counts, 1) - 1
+        return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0], cache
 
     def _added(self, params: Any, cache: Any, tokens: jax.Array, counts: jax.Array, begins: jax.Array) -> Any:
         """Adds tokens to the caches of all rows, one after the other: (the logits after the last, the caches)."""
@@ -169,7 +156,7 @@ class OwnDecoding:
             return jax.vmap(one)(cache, last, tokens, i < counts), None
 
         kept = jax.vmap(begun)(jnp.where(counts > 0, begins, 1), cache)
-        first = jnp.zeros((tokens.shape[0], self.vocab_size), self.logits_dtype)
+        first = jnp.zeros((tokens.shape[0], self.vocab_size), self.logits_struct.dtype)
         steps = (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32))
         if tokens.shape[1] == 1:
             (cache, last), _ = add((kept, first), (tokens[:, 0], 0))
@@ -177,68 +164,50 @@ class OwnDecoding:
             (cache, last), _ = jax.lax.scan(add, (kept, first), steps)
         return last, cache
 
-    def _decoding_on_shards(self, of_cache: Sequence[Sharding]) -> Callable[..., Any]:
-        rows = self.ctx.axes("batch")
-        arrays = [*of_cache, (rows, ()), (rows,), (rows,)]
-        return self._partitioned(self._added, arrays, [(rows, ()), *of_cache])
-
-    def _natural(self, shapes: Any, axes: list[Sharding]) -> list[Sharding]:
-        """How the planner shards the caches, as by heads; their slots only, if a step would return other shards."""
-        rows = self.capacity.num_rows
-        others = (jax.ShapeDtypeStruct((rows, 1), jnp.int32), *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2)
-
-        def returned(axes: list[Sharding]) -> list[Sharding]:
-            planned = self._function(self._added, [*axes, (axes[0][0], ()), (axes[0][0],), (axes[0][0],)], [])
-            _, cache = planned.natural(self.ctx, self._global_params, shapes, *others)
-            found = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, tuple))
-            return [(axes[0][0], *over[1:]) for over in found]
-
-        found = returned(axes)
-        return found if returned(found) == found else axes
-
-    # Parts -------------------------------------------------------------------------------------------------------
-
     def _empty(self, params: Any) -> Any:
         return empty_cache(self.model, params, self.capacity.max_len, self.specs)
 
-    def _function(self, function: Callable[..., Any], arrays: Sequence[Sharding], results: Sequence[Sharding]) -> Any:
-        return PartitionedFunction(function, self.specs, arrays, results)
-
-    def _partitioned(self, function: Callable[..., Any], arrays: Any, results: Any) -> Callable[..., Any]:
-        on_local = self._function(function, arrays, results)
-
-        def computed(params: Any, *arrays: Any) -> Any:
-            return on_local(jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), params), *arrays)
-
-        return computed
-
-    def _sampled(self, logits: jax.Array, positions: Any, rows: RowSampling, asked: Asked) -> jax.Array:
-        """The next token of each row; every device has the whole vocabulary of its rows."""
-        rules = self.ctx.rules
-        ctx = replace(
-            self.ctx, rules=AxisRules(preset=rules.preset, zero=rules.zero, **rules.explicit | {"vocab": ()})  # pyright: ignore
-        )  # fmt: skip
-        batch = ctx.pspec("batch")
-        in_specs = (batch, batch, jax.tree.map(lambda _: batch, self.rows()), PartitionSpec())
-        return on_shards(partial(sample_each, vocab_size=self.vocab_size), ctx, in_specs, batch)(
-            logits, positions, rows, asked
-        )
+    def _computed_in(self, params: Any) -> Any:
+        return jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), params)
 
     @cached_property
     def _global_params(self) -> Any:
         """The parameters in the dtype of the computation, as structs of whole arrays."""
         arrays = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), self.params)
-        return jax.eval_shape(lambda x: jax.tree.map(lambda x: computed_in(x, self.ctx.compute_dtype), x), arrays)
+        return jax.eval_shape(self._computed_in, arrays)
 
-    @property
-    def logits_dtype(self) -> Any:
-        return self._logits.dtype
+    # The check of the cache --------------------------------------------------------------------------------------
 
-    @property
-    def asked(self) -> Asked:
-        flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole(self.ctx.mesh))
-        return Asked(flag, flag, flag, flag)
+    def check(self, params: Any) -> None:
+        """Compares the logits of a few tokens with and without the cache; a stale or partial cache changes them.
 
-    def per_row(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        sharding = jax.sharding.NamedSharding(self.ctx.mesh, self.ctx.pspec("batch"))  # pyright: ignore
-        return jax.ShapeDtypeStruct((self.capacity.num_rows, *shape), dtype, sharding=sharding)
+        Raises:
+          ConfigError: they differ by more than rounding.
+        """
+        if self.recomputes:
+            return
+        length = min(CHECKED, self.capacity.max_len)
+        tokens = jnp.arange(length, dtype=jnp.int32) * 7 % self.vocab_size
+        with tracing(replace(self.ctx, manual=False)):
+            both: Callable[..., Any] = jax.jit(self._both).trace(params, tokens).lower().compile()
+        cached, whole = (np.float64(x) for x in on_host(both(params, tokens)))
+        allowed = 100 * float(jnp.finfo(self.logits_struct.dtype).eps) * max(np.abs(whole).max(), 1.0)
+        differences = np.abs(cached - whole).max(-1)
+        wrong = ~(differences <= allowed)  # also what is no number
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            what = "with its cache the model has other logits than without it"
+            what += f": at token {at} they differ by {differences[at]:.2g}"
+            fix = "mend its positions, its mask or what it stores"
+            raise ConfigError(f"{what}; {fix}; or CausalModel.of(..., cache=False) recomputes each row")
+
+    def _both(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The logits [seq, vocab] of a row, with the cache and without it."""
+        params = self._computed_in(params)
+
+        def step(cache: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            logits, cache = decoded_by(self.model, params, token[None, None], cache, self.capacity.max_len, self.specs)
+            return cache, logits[0, 0]
+
+        _, cached = jax.lax.scan(step, self._empty(params), tokens)
+        return cached, logits_of_row(self.model, params, tokens[None], self.specs)[0]

@@ -11,19 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.data.tokenizer import Ids, Tokenizer
-from meshpar.errors import ConfigError, Problems
+from meshpar.data.tokenizer import Tokenizer
+from meshpar.errors import ConfigError
 from meshpar.interop.causal import Causal, Decoding, causal, linen_dims
 from meshpar.interop.declared import unboxed
 from meshpar.interop.specs import Dims, check_axes, specs_of, with_axes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.parallel.context import ParallelContext
-from meshpar.serve.answer import Answer, AnswerPiece
-from meshpar.serve.batch import Batch, requests_of
+from meshpar.serve.engine import Engine
+from meshpar.serve.language import Language
 from meshpar.serve.on_mesh import for_tokens
-from meshpar.serve.own_engine import OwnEngine
 from meshpar.serve.own_model import OwnDecoding
-from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Capacity
 from meshpar.sharding.resolve import AnyMesh, with_largest
 from meshpar.sharding.rules import AxisRules
@@ -117,13 +115,10 @@ class CausalModel:
                 activation_dims=(),
             )
         )  # fmt: skip
-        shards = ctx.shards("batch")
-        slots = -(-num_rows // shards)
         # A page is a whole row, so that no request begins with the tokens of another one: they are in its slot's cache.
-        capacity = Capacity(
-            num_shards=shards, slots=slots, pages=slots, page_size=max_len, max_len=max_len, chunk=chunk,
-            max_queue=max_queue,
-        )  # fmt: skip
+        chunk = max_len if self.functions.decoding is None else chunk
+        shards = ctx.shards("batch")
+        capacity = Capacity.of_rows(shards, num_rows, max_len, chunk=chunk, all_prompts=True, max_queue=max_queue)
         return OwnDecoding(model=self.functions, specs=specs, ctx=ctx, capacity=capacity)
 
     def restore(self, structs: Any) -> Any:
@@ -133,46 +128,19 @@ class CausalModel:
         arrays = jax.tree.unflatten(jax.tree.structure(structs), jax.tree.leaves(unboxed(self.params)))
         return jax.tree.map(lambda x, s: jax.device_put(jnp.asarray(x, s.dtype), s.sharding), arrays, structs)
 
-    def engine(self, num_rows: int, max_len: int, chunk: int = 128, max_queue: int = 256) -> OwnEngine:
+    def engine(self, num_rows: int, max_len: int, chunk: int = 128, max_queue: int = 256) -> Engine:
         """Compiles the programs, and places the parameters.
 
         Args:
           num_rows: rows that are decoded together.
           max_len, chunk, max_queue: see `Capacity`.
         """
-        return OwnEngine(self.decoding(num_rows, max_len, chunk, max_queue), self.restore)
+        return Engine(self.decoding(num_rows, max_len, chunk, max_queue), self.restore)
 
-    def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt."""
-        if not isinstance(prompt, str):
-            return list(prompt)
+    def encode(self, prompt: str, parse_special: bool = True) -> list[int]:
+        """The tokens of a prompt, with the one that opens it; see `Language.encode`."""
         if self.tokenizer is None:
             raise ConfigError(
                 f"the prompt {prompt!r} is a text, and the model has no tokenizer; tokenizer=, or token ids"
             )
-        return [self.tokenizer.bos, *self.tokenizer.encode(prompt).tolist()]
-
-
-def answer(
-    model: CausalModel, prompts: Sequence[Sequence[int]], stop: Sequence[str], max_tokens: int, sampling: Sampling,
-    show: Callable[[AnswerPiece], None],
-) -> tuple[Batch, OwnEngine]:  # fmt: skip
-    """Answers all prompts in one batch, with the engine that a server runs."""
-    longest = max(map(len, prompts))
-    engine = model.engine(len(prompts), longest + max_tokens, chunk=longest)
-    vocab_size = engine.decoding.vocab_size
-    _check_ids(prompts, vocab_size)
-    tokenizer = model.tokenizer or Ids(vocab_size=vocab_size, bos=0)
-    ends = model.ends if model.ends is not None else (() if model.tokenizer is None else None)
-    batch = Batch([Answer(tokenizer, stop, max_tokens, ends, prompt) for prompt in prompts])
-    for piece in batch.stream(engine, requests_of(prompts, max_tokens, sampling)):
-        show(piece)
-    return batch, engine
-
-
-def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    problems = Problems()
-    for number, prompt in enumerate(prompts, 1):
-        if not all(0 <= token < vocab_size for token in prompt):
-            problems.add(f"prompt {number}", f"has token ids outside of the model's vocabulary of {vocab_size}")
-    problems.raise_any(ConfigError, "these prompts cannot be answered:")
+        return Language.of(self.tokenizer).encode(prompt, parse_special)

@@ -31,12 +31,9 @@ HELD_OUT = 2**32 - 1
 """In place of a step, in the seed of the answers of an evaluation."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """An answer: its tokens, with the one that ended it, and the log-probability with which each was sampled."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+Row = dict[str, Any]
+"""A line of the record: `step`, `line` of the data, `prompt`, `answer` and its `reward`, its `tokens` with the one that
+ended it, and `log_probs`, with which each was sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,38 +91,39 @@ class Rollouts:
 
     def _sampled(self, params: Any, step: int, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         sizes = (read["segments"] > 0).sum(-1)
-        prompts = [row[:size].tolist() for row, size in zip(read["tokens"], sizes, strict=True) if size]
-        lines = read[LINES][:, 0][sizes > 0].tolist()
-        group = self.loss.group
-        answers = self._answers(params, [prompt for prompt in prompts for _ in range(group)], step)
-        texts = [self.decode([one for one in answer.tokens if one not in self.ends]) for answer in answers]
-        rewards = self._rewards(texts, [self.lines[line] for line in lines for _ in range(group)])
+        asked = zip(read[LINES][:, 0].tolist(), read["tokens"], sizes, strict=True)
+        rows: list[Row] = [
+            {"step": step, "line": line, "prompt": ids[:size].tolist(), "tokens": [], "log_probs": []}
+            for line, ids, size in asked
+            for _ in range(self.loss.group if size else 0)
+        ]
+        self._answer(params, rows, step)
+        texts = [self.decode([one for one in row["tokens"] if one not in self.ends]) for row in rows]
+        rewards = self._rewards(texts, [self.lines[row["line"]] for row in rows])
+        rows = [row | {"answer": text, "reward": float(x)} for row, text, x in zip(rows, texts, rewards, strict=True)]
         if step != HELD_OUT:
-            self._record(step, lines, texts, rewards, prompts, answers)
-        return self._rows([prompt for prompt in prompts for _ in range(group)], answers, rewards)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        return self._arrays(rows)
 
-    def _answers(self, params: Any, prompts: Sequence[list[int]], step: int) -> list[Answered]:
-        engine, capacity = self._engine, self._decoding.capacity
-        engine.load(self._of_engine(params))
+    def _answer(self, params: Any, rows: Sequence[Row], step: int) -> None:
+        """Adds the tokens of an answer to each prompt."""
+        self._engine.load(self._of_engine(params))
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         how = Sampling(temperature=1.0, seed=seed)
-        room = [min(self.loss.max_tokens, self.seq_len + 1 - len(prompt)) for prompt in prompts]
-        requests = [
-            Request(prompt=prompt, max_tokens=most, sampling=how, index=i, scores=True)
-            for i, (prompt, most) in enumerate(zip(prompts, room, strict=True))
-        ]
-        answers = {id(request): Answered() for request in requests}
-        scheduler = Scheduler(capacity)  # a new one: pages of other parameters must not be used again
-        scheduler.submit(requests)
-        while not scheduler.is_idle:
-            plan = scheduler.plan()
-            for one in scheduler.advance(plan, engine.run(plan)):
-                answer = answers[id(one.request)]
-                answer.tokens.append(one.token)
-                answer.log_probs.append(one.score.logprob)
-                if one.token in self.ends or len(answer.tokens) == one.request.max_tokens:
-                    scheduler.end(one.request)
-        return [answers[id(request)] for request in requests]
+        room = [min(self.loss.max_tokens, self.seq_len + 1 - len(row["prompt"])) for row in rows]
+        requests = {
+            Request(prompt=row["prompt"], max_tokens=most, sampling=how, index=i, scores=True): row
+            for i, (row, most) in enumerate(zip(rows, room, strict=True))
+        }
+        scheduler = Scheduler(self._engine.decoding.capacity)  # a new one: pages of other parameters must not be used
+        scheduler.submit(list(requests))
+        for request, token, score in scheduler.answered(self._engine.run):
+            row = requests[request]
+            row["tokens"].append(token)
+            row["log_probs"].append(score.logprob)
+            if token in self.ends or len(row["tokens"]) == request.max_tokens:
+                scheduler.end(request)
 
     def _rewards(self, texts: list[str], lines: list[Mapping[str, Any]]) -> np.ndarray:
         name = f"loss.reward: {self.loss.reward}"
@@ -144,47 +142,30 @@ class Rollouts:
             )
         return rewards
 
-    def _rows(self, prompts: Sequence[list[int]], answers: Sequence[Answered], rewards: Any) -> dict[str, np.ndarray]:
+    def _arrays(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         shape = (self.batch_size, self.seq_len)
         arrays: dict[str, np.ndarray] = {
             name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")
         }
         arrays |= {"targets": np.full(shape, -1, np.int32), LOG_PROBS: np.zeros(shape, np.float32)}
         arrays |= {name: np.zeros(self.batch_size, np.float32) for name in (ADVANTAGES, REWARDS)}
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            ids = [*prompt, *answer.tokens]
-            here, learned = slice(0, len(ids) - 1), slice(len(prompt) - 1, len(ids) - 1)
+        for i, row in enumerate(rows):
+            ids = [*row["prompt"], *row["tokens"]]
+            here, learned = slice(0, len(ids) - 1), slice(len(row["prompt"]) - 1, len(ids) - 1)
             arrays["tokens"][i, here], arrays["segments"][i, here] = ids[:-1], 1
             arrays["positions"][i, here] = np.arange(len(ids) - 1)
-            arrays["targets"][i, learned], arrays[LOG_PROBS][i, learned] = answer.tokens, answer.log_probs
+            arrays["targets"][i, learned], arrays[LOG_PROBS][i, learned] = row["tokens"], row["log_probs"]
+        rewards = np.array([row["reward"] for row in rows])
         arrays[REWARDS][: len(rewards)] = rewards
         arrays[ADVANTAGES][: len(rewards)] = advantages_of(rewards, self.loss.group)
         return arrays
 
-    # The record ----------------------------------------------------------------------------------------------------
-
-    def _record(
-        self, step: int, lines: Sequence[int], texts: Sequence[str], rewards: np.ndarray,
-        prompts: Sequence[list[int]], answers: Sequence[Answered],
-    ) -> None:  # fmt: skip
-        with self.file.open("a", encoding="utf-8") as file:
-            for i, answer in enumerate(answers):
-                number = i // self.loss.group
-                row = {"step": step, "line": lines[number], "answer": texts[i], "reward": float(rewards[i])}
-                row |= {"prompt": prompts[number], "tokens": answer.tokens, "log_probs": answer.log_probs}
-                file.write(json.dumps(row) + "\n")
-
     def _recorded(self, step: int) -> dict[str, np.ndarray]:
-        """The rows that an earlier process sampled at a step.
-
-        Raises:
-          RunError: they are not there.
-        """
+        """The rows that an earlier process sampled at a step. Raises RunError if they are not there."""
         try:
             with self.file.open(encoding="utf-8") as file:
                 rows = [row for row in map(json.loads, file) if row["step"] == step][-self.batch_size :]
-            answers = [Answered(row["tokens"], row["log_probs"]) for row in rows]
-            found = self._rows([row["prompt"] for row in rows], answers, np.array([row["reward"] for row in rows]))
+            found = self._arrays(rows)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{self.file}: the answers of step {step} cannot be read: {error}") from None
         if len(rows) != self.batch_size:
@@ -197,12 +178,8 @@ class Rollouts:
     @cached_property
     def _decoding(self) -> PagedDecoding:
         ctx = for_tokens(self.ctx)
-        shards = ctx.shards("batch")
-        slots = -(-self.batch_size // shards)
-        longest = self.seq_len + 1
-        capacity = Capacity(
-            num_shards=shards, slots=slots, pages=slots * -(-longest // PAGE_SIZE), page_size=PAGE_SIZE,
-            max_len=longest, chunk=CHUNK, max_queue=self.batch_size,
+        capacity = Capacity.of_rows(
+            ctx.shards("batch"), self.batch_size, self.seq_len + 1, PAGE_SIZE, chunk=CHUNK, max_queue=self.batch_size
         )  # fmt: skip
         model = self.model.model_copy(update={"weights": None}) if self.lora else self.model
         return PagedDecoding(

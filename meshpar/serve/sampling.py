@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.errors import ConfigError, Problems
@@ -18,7 +17,6 @@ from meshpar.parallel import tensor
 from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import shard
 from meshpar.parallel.precision import wide
-from meshpar.serve.adjust import LogitChange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,32 +145,6 @@ class RowSampling(NamedTuple):
         seeds = per_row(dtype=jnp.uint32)
         allowed = per_row(num_words(vocab_size), dtype=jnp.int32)
         return cls(fractions, numbers, fractions, fractions, seeds, numbers, adjusted, changes, changes, allowed)
-
-    @classmethod
-    def of(
-        cls, samplings: Sequence[Sampling], rows: Sequence[int], adjustments: Sequence[Mapping[int, LogitChange]],
-        most: int, allowed: Sequence[np.ndarray | None], vocab_size: int,
-    ) -> RowSampling:  # fmt: skip
-        """The settings of each row, as arrays on the host. Where `allowed` is None, all tokens are."""
-        all_allowed = np.full(num_words(vocab_size), -1, np.int32)
-        adjusted, added = np.zeros((len(rows), most), np.int32), np.zeros((len(rows), most), np.float32)
-        factors = np.ones_like(added)
-        for i, one in enumerate(adjustments):
-            adjusted[i, : len(one)] = list(one)
-            factors[i, : len(one)] = [change.factor for change in one.values()]
-            added[i, : len(one)] = [change.added for change in one.values()]
-        return cls(
-            np.array([how.temperature for how in samplings], np.float32),
-            np.array([how.top_k or 0 for how in samplings], np.int32),
-            np.array([how.top_p for how in samplings], np.float32),
-            np.array([how.min_p for how in samplings], np.float32),
-            np.array([how.seed for how in samplings], np.uint32),
-            np.array(rows, np.int32),
-            adjusted,
-            factors,
-            added,
-            np.stack([all_allowed if one is None else one for one in allowed]),
-        )
 
 
 def num_words(vocab_size: int) -> int:

@@ -8,7 +8,7 @@ for pages. A prompt is computed in chunks, one in each turn, between the decode 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Capacity:
       page_size: tokens of a page.
       max_len: most tokens of a prompt and its answer together.
       chunk: tokens of a prompt that are computed in a turn.
-      whole_prompts: whether a turn computes all prompts, each in one chunk; else, in each shard, a chunk of one prompt.
+      all_prompts: whether a turn computes a chunk of each prompt that is not complete; else, in each shard, of one.
       max_queue: most requests in the queue.
     """
 
@@ -41,23 +41,24 @@ class Capacity:
     page_size: int = 16
     max_len: int = 1024
     chunk: int = 128
-    whole_prompts: bool = False
+    all_prompts: bool = False
     max_queue: int = 256
 
     @classmethod
-    def of_batch(cls, num_shards: int, num_rows: int, longest: int, max_tokens: int) -> Capacity:
-        """The sizes for a batch of prompts that begin together, in which each row is one page.
+    def of_rows(
+        cls, num_shards: int, num_rows: int, max_len: int, page_size: int | None = None, **more: Any
+    ) -> Capacity:
+        """With enough pages for rows of the longest length.
 
         Args:
-          num_rows: prompts, rounded up to a multiple of the shards.
-          longest, max_tokens: most tokens of a prompt, and of an answer.
+          num_rows: rounded up to a multiple of the shards.
+          page_size: None for one page a row.
+          more: the other fields.
         """
         slots = -(-num_rows // num_shards)
-        max_len = longest + max_tokens
-        return cls(
-            num_shards=num_shards, slots=slots, pages=slots, page_size=max_len, max_len=max_len, chunk=longest,
-            whole_prompts=True, max_queue=num_shards * slots,
-        )  # fmt: skip
+        page_size = page_size or max_len
+        pages = slots * -(-max_len // page_size)
+        return cls(num_shards=num_shards, slots=slots, pages=pages, page_size=page_size, max_len=max_len, **more)
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +68,7 @@ class Capacity:
     @property
     def num_chunks(self) -> int:
         """Chunks of a turn."""
-        return self.num_rows if self.whole_prompts else self.num_shards
+        return self.num_rows if self.all_prompts else self.num_shards
 
     @property
     def pages_of_row(self) -> int:
@@ -85,12 +86,11 @@ class Request:
 
     Args:
       prompt: token ids, at least one.
-      max_tokens: most tokens of the answer.
+      max_tokens: most tokens of the answer; with 0, one is computed and thrown away, as where a prompt is scored.
       sampling: how tokens are sampled, which the scheduler passes on.
       index: the index among the prompts with the same seed.
       adjustment: what is added to logits; passed on too.
       constraint: limits the tokens of the answer by those before; passed on too.
-      is_scored_only: whether the answer is thrown away: its one token is computed, and not shown.
       scores: whether each token of the answer is scored.
       scores_prompt: whether those of the prompt are too. Then no page of another request is reused for it.
       adapter: the number of the adapter that computes it, whose pages no other adapter reuses; 0 for the model itself.
@@ -102,20 +102,14 @@ class Request:
     index: int = 0
     adjustment: Any = None
     constraint: Any = None
-    is_scored_only: bool = False
     scores: bool = False
     scores_prompt: bool = False
     adapter: int = 0
 
     @property
-    def num_shown(self) -> int:
-        """Most tokens of the answer that are shown."""
-        return 0 if self.is_scored_only else self.max_tokens
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the longest answer."""
-        return len(self.prompt) + self.max_tokens
+        return len(self.prompt) + max(1, self.max_tokens)
 
 
 @dataclass(eq=False)
@@ -169,7 +163,7 @@ class TurnPlan(NamedTuple):
     """What the programs compute in one turn.
 
     Args:
-      chunks: for each shard of the batch the chunk of a prompt that is computed, or None; with `whole_prompts` for each
+      chunks: for each shard of the batch the chunk of a prompt that is computed, or None; with `all_prompts` for each
         slot.
       rows: for each slot the row that is decoded, or None.
     """
@@ -257,7 +251,6 @@ class Scheduler:
           QueueFullError: they do not fit into the queue.
         """
         assert all(request.num_tokens <= self.capacity.max_len for request in requests), "a request is too long"
-        assert self.is_idle or not self.capacity.whole_prompts, "the prompts of a batch begin together"
         if len(self.queue) + len(requests) > self.capacity.max_queue:
             raise QueueFullError
         self.queue.extend(requests)
@@ -304,6 +297,14 @@ class Scheduler:
                     sampled.append(self._add(row, token, score))
         return sampled
 
+    def answered(self, compute: Callable[[TurnPlan], Computed]) -> Iterator[Sampled]:
+        """Computes turns until no request is left. Yields each token of a request that has not ended."""
+        while not self.is_idle:
+            plan = self.plan()
+            for sampled in self.advance(plan, compute(plan)):
+                if self.row_of(sampled.request):
+                    yield sampled
+
     def _begin(self, request: Request) -> bool:
         """Reserves a slot and pages, if there are enough.
 
@@ -314,8 +315,7 @@ class Scheduler:
             return False
         size = self.capacity.page_size
         # The last token of a prompt is always computed: the first token of the answer is sampled from its logits.
-        is_whole = request.scores_prompt or self.capacity.whole_prompts
-        num_reusable = 0 if is_whole else (len(request.prompt) - 1) // size
+        num_reusable = 0 if request.scores_prompt else (len(request.prompt) - 1) // size
         digests = list(islice(digests_of(request.prompt, size, request.adapter), num_reusable))
 
         def preference(slot: int) -> tuple[int, int]:
@@ -344,7 +344,7 @@ class Scheduler:
         """The next chunks of a shard: of the first row whose prompt is not complete, or of all of them."""
         slots = self.capacity.slots
         missing = [row and (None if row.is_decoding else row) for row in self.rows[shard * slots : (shard + 1) * slots]]
-        if not self.capacity.whole_prompts:
+        if not self.capacity.all_prompts:
             missing = [min(filter(None, missing), key=lambda row: row.number, default=None)]
         size = self.capacity.chunk
         return [row and Chunk(row, row.request.prompt[row.num_cached : row.num_cached + size]) for row in missing]

@@ -10,21 +10,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import RunError
 from meshpar.serve.answer import Answer, AnswerPiece, Finish
-from meshpar.serve.scheduler import Capacity, Computed, Request, Scheduler, TurnPlan
-
-
-class ServiceEngine(Protocol):
-    """What a service needs of an engine."""
-
-    def run(self, plan: TurnPlan) -> Computed:
-        """See `Engine.run`."""
-        ...
+from meshpar.serve.engine import Engine
+from meshpar.serve.scheduler import Request, Scheduler
 
 
 class Observer:
@@ -98,15 +92,14 @@ class Service:
 
     Args:
       engine: computes turns.
-      capacity: the sizes of its programs.
       ends: ids that end an answer, see `Answer`.
     """
 
     def __init__(
-        self, engine: ServiceEngine, capacity: Capacity, tokenizer: Tokenizer, observer: Observer | None = None,
+        self, engine: Engine, tokenizer: Tokenizer, observer: Observer | None = None,
         ends: Collection[int] | None = None,
     ):  # fmt: skip
-        self.scheduler = Scheduler(capacity)
+        self.scheduler = Scheduler(engine.decoding.capacity)
         self.is_draining = False
         self.failure: Exception | None = None
         self._engine = engine
@@ -144,7 +137,7 @@ class Service:
             raise UnavailableError(f"the server is {self.status}")
         self.scheduler.submit(requests)
         own = (self._tokenizer.bos, self._tokenizer.eos) if self._ends is None else self._ends
-        answers = [Answer(self._tokenizer, stop, one.num_shown, {*own, *ends}, one.prompt, kept) for one in requests]
+        answers = [Answer(self._tokenizer, stop, one.max_tokens, {*own, *ends}, one.prompt, kept) for one in requests]
         group = Answers(self, list(requests), answers, [time.perf_counter()] * len(requests), per_prompt)
         self._running.update({request: (group, i) for i, request in enumerate(requests)})
         self._submitted.set()
@@ -179,6 +172,17 @@ class Service:
                     self._fail(error)
                     raise
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Service]:
+        """Computes turns until its end."""
+        task = asyncio.create_task(self.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):  # if it failed, its clients have received an error
+                await task
+
     async def drain(self) -> None:
         """Refuses new requests, and waits until the others are answered."""
         self.is_draining = True
@@ -198,9 +202,7 @@ class Service:
         else:
             self._observer.next_token(now - group.last_s[i])
         group.last_s[i] = now
-        text = answer.add(token)
-        if score is not None and len(answer.scores) < len(answer.tokens):
-            answer.scores.append(score)
+        text = answer.add(token, score)
         if request.constraint and (problem := request.constraint.error):
             self._end(request, "cancelled")
             group.pieces.put_nowait(GrammarError(f"the grammar cannot be followed any more: {problem}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,11 @@ from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of, is_adapter
 from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.context import ParallelContext
+from meshpar.serve.language import Language
 from meshpar.serve.merged import restore_merged
 from meshpar.serve.on_mesh import for_tokens
 from meshpar.serve.own_source import CausalModel
-from meshpar.sharding.resolve import AnyMesh
 from meshpar.tree import flatten_with_paths, map_with_path
-
-
-@dataclass(frozen=True)
-class Language:
-    """A tokenizer, the ids before every prompt, and the ids that end an answer."""
-
-    tokenizer: Tokenizer
-    opening: tuple[int, ...]
-    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Source:
     def model(self) -> DecoderModel:
         return self.run.model.generation()  # pyright: ignore
 
-    @property
+    @cached_property
     def own(self) -> CausalModel | None:
         """The user's own model, on the mesh of its run; None if it is one of meshpar's decoders.
 
@@ -92,33 +84,27 @@ class Source:
             tokenizer=self.tokenizer, ends=self.ends, init=init, load=self.restore,
         )  # fmt: skip
 
+    @cached_property
+    def _language(self) -> Language:
+        return self.language or Language.of(self.run.data.tokenizer)
+
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.language.tokenizer if self.language else self.run.data.tokenizer
+        return self._language.tokenizer
 
     @property
     def ends(self) -> frozenset[int]:
         """The ids that end an answer; default: those that open and close a document of the run's data."""
-        if self.language:
-            return self.language.ends
-        tokenizer = self.run.data.tokenizer
-        return frozenset(one for one in (tokenizer.bos, tokenizer.eos) if one is not None)
+        return self._language.ends
 
     def encode(self, prompt: str, parse_special: bool = True) -> list[int]:
-        """The tokens of a prompt, with those that open it.
+        """See `Language.encode`."""
+        return self._language.encode(prompt, parse_special)
 
-        Args:
-          parse_special: whether the text of a special token is that token; otherwise it is its characters.
-        """
-        tokenizer = self.tokenizer
-        opening = self.language.opening if self.language else (tokenizer.bos,)
-        is_file = isinstance(tokenizer, TokenizerFile)
-        ids = tokenizer.encode_special(prompt) if is_file and parse_special else tokenizer.encode(prompt)
-        return [*opening, *ids.tolist()]
-
-    def ctx(self, mesh: AnyMesh) -> ParallelContext:
-        """The run's parallel context, for decoding; see `for_tokens`."""
-        return for_tokens(self.run.context(mesh))
+    @cached_property
+    def ctx(self) -> ParallelContext:
+        """The run's parallel context on its mesh, for decoding; see `for_tokens`."""
+        return for_tokens(self.run.context(self.run.mesh.build()))
 
 
 def open_source(path: Path, overrides: Sequence[str] = ()) -> Source:

@@ -191,6 +191,7 @@ def of_engine(**arguments: Any) -> Any:
         sizes,
         engine.decoding.capacity,
         engine.decoding.num_drafts,
+        engine.decoding.scores_prompts,
         repr(drafting),
         engine.decoding.adapters,
     )
@@ -232,7 +233,7 @@ def of_verb(verb: Callable[..., None], spied: tuple[str, ...]) -> Callable[..., 
 
         run = load("config.yaml")
         returned = {"open_source": SimpleNamespace(run=run), "bind": nullcontext(), "from_hf": run,
-                    "endpoints_of": SimpleNamespace(app=lambda: None, service=None)}  # fmt: skip
+                    "TextEndpoints": SimpleNamespace(app=lambda: None, service=None)}  # fmt: skip
         with ExitStack() as patches:
             for place in spied:
                 module, _, name = place.rpartition(".")
@@ -268,7 +269,7 @@ SPIED = {
     "train": ("meshpar.experiment.actions.fit", "meshpar.mesh.join.join", "meshpar.cli.train.use_cache"),
     "generate_verb": ("meshpar.serve.source.open_source", "meshpar.mesh.join.join", "meshpar.cli.generate.use_cache",
                       "meshpar.serve.generate.generate", "meshpar.cli.generate.echo"),
-    "serve": ("meshpar.serve.source.open_source", "meshpar.cli.serve.use_cache", "meshpar.serve.http.app.endpoints_of",
+    "serve": ("meshpar.serve.source.open_source", "meshpar.cli.serve.use_cache", "meshpar.serve.http.app.TextEndpoints",
               "meshpar.serve.open_engine.open_engine", "meshpar.serve.http.server.bind",
               "meshpar.serve.http.server.run", "meshpar.serve.side_adapters.open_adapters"),
     "convert": ("meshpar.convert.from_hf", "meshpar.convert.to_hf"),
@@ -391,7 +392,9 @@ def test_the_same_arguments_do_the_same(entry):
 
 DROPPED = {
     ("generate", "top_p"): lambda real: lambda **more: real(**more | {"top_p": 1.0}),
-    ("open_engine", "chunk"): lambda real: lambda **more: real(**more | {"chunk": 128}),
+    ("open_engine", "chunk"): lambda real: SimpleNamespace(
+        of_rows=lambda *sizes, **more: real.of_rows(*sizes, **more | {"chunk": 128})
+    ),
 }
 """Arguments that a planted fault drops on their way to the class of this name."""
 PLACES = {"generate": "meshpar.serve.generate.Sampling", "open_engine": "meshpar.serve.open_engine.Capacity"}

@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshpar.nn import compressed
 from meshpar.nn.attention.codes import Codes
+from meshpar.nn.attention.core import Reference
 from meshpar.nn.attention.paged import PagedCache
-from meshpar.nn.attention.reference import Reference
 from meshpar.tree import flatten_with_paths
 from tests.serving import MODELS, SIZES, cached_logits, full_logits, generated, paged, params
 
@@ -87,7 +87,7 @@ def one_token() -> tuple[np.ndarray, np.ndarray]:
     for begin, end in ((0, 4), (4, 5)):
         positions = jnp.arange(begin, end, dtype=jnp.int32)[None]
         new = [jnp.asarray(x[:, begin:end]) for x in (q, k, v)]
-        out, cache = cache.layer(jnp.int32(0), Reference())(*new, positions, None, None)
+        out, cache = cache.layer(jnp.int32(0), Reference()).with_tokens(*new, positions, None)
     return np.asarray(out)[0, 0], attended(rounded(k[0]), rounded(v[0]), q[0, 4])
 
 

@@ -72,7 +72,7 @@ def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, 
     tokens = ctx.pspec("batch", "seq")
     local = on_shards(
         lambda q, k, v, segments: over_axes(
-            Blocks(block_size=block_size), q, k, v, segments, segments, width, ctx.axes("seq"), ctx.sequence
+            Blocks(block_size=block_size), q, k, v, segments, width, ctx.axes("seq"), ctx.sequence
         ),
         ctx, (tokens, tokens, tokens, tokens), tokens,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def difference(context, size, heads=8, kv_heads=4, window=None, by_layer=False, 
         return out[:, np.argsort(order)]
 
     def reference(q, k, v, segments):
-        return Reference()(q, k, v, segments, segments, width)[0]
+        return Reference()(q, k, v, segments, width)
 
     return largest_difference(computed(arranged, drawn, segments), computed(reference, drawn, segments))
 
@@ -126,9 +126,9 @@ def test_ulysses_passes_rows_without_segments_to_its_core(float64, monkeypatch):
     """With segments, a kernel that does not separate documents would refuse such rows."""
     got = []
 
-    def attend(self, q, k, v, positions, segments, window):
+    def attend(self, q, k, v, segments, window):
         got.append(segments)
-        return q, None
+        return q
 
     monkeypatch.setattr(Reference, "__call__", attend)
     ctx = ParallelContext(
@@ -138,16 +138,14 @@ def test_ulysses_passes_rows_without_segments_to_its_core(float64, monkeypatch):
         parallel=Parallel(context=ULYSSES),
     )
     tokens = ctx.pspec("batch", "seq")
-    (q, k, v), segments = arrays(8, 4)
+    (q, k, v), _ = arrays(8, 4)
     local = on_shards(
-        lambda q, k, v, positions: over_axes(
-            Reference(), q, k, v, positions, None, None, ctx.axes("seq"), ctx.sequence
-        ),
+        lambda q, k, v: over_axes(Reference(), q, k, v, None, None, ctx.axes("seq"), ctx.sequence),
         ctx,
-        (tokens,) * 4,
+        (tokens,) * 3,
         tokens,
     )
-    jax.eval_shape(local, q, k, v, segments)
+    jax.eval_shape(local, q, k, v)
     assert got == [None]
 
 

@@ -14,10 +14,11 @@ from meshpar.data.tokenizer import Ids
 from meshpar.models import Llama
 from meshpar.serve.answer import Answer
 from meshpar.serve.batch import Batch, requests_of
-from meshpar.serve.draft_model import DraftModel
+from meshpar.serve.decoding import num_accepted
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
-from meshpar.serve.paged_decoding import PagedDecoding, num_accepted
+from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.paged_model import DraftModel
 from meshpar.serve.sampling import Sampling
 from tests import serving
 from tests.serving import MAX_TOKENS, PROMPTS, batch_decoding, batch_engine, generated, params, placed

@@ -31,7 +31,7 @@ from meshpar.cost.flops import flops, traced_products
 from meshpar.cost.traced import traced_collectives, traffic
 from meshpar.experiment.config import Precision
 from meshpar.experiment.prepare import prepare
-from meshpar.export import onnx_program
+from meshpar.export import onnx_graph
 from meshpar.export.forward import Exportable
 from meshpar.inspection.contract import Contract
 from meshpar.interop import user_code
@@ -477,7 +477,7 @@ def exported_to_onnx(name):
             return LOGITS[name](map_with_path(lambda path, _: arrays[path], params), batch)
 
         structs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in batch.items()}
-        onnx_program.write(Exportable(of_paths, flatten_with_paths(params), structs), Path(temporary) / "model.onnx")
+        onnx_graph.convert(Exportable(of_paths, flatten_with_paths(params), structs), Path(temporary) / "model.onnx")
         session = onnxruntime.InferenceSession(f"{temporary}/model.onnx")
         for rows in (ROWS, ROWS // 4):
             given = {key: x[:rows] for key, x in batch.items()}

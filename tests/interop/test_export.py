@@ -18,7 +18,8 @@ from jax import export as jax_export
 from safetensors.numpy import load_file
 
 from meshpar import convert
-from meshpar.export.stablehlo_program import program_of, stablehlo
+from meshpar.export.forward import of_decoder
+from meshpar.export.stablehlo_program import exported_for, stablehlo
 from meshpar.models import Llama
 from meshpar.nn.describe import functional
 from meshpar.nn.experts import Balance, Experts
@@ -124,7 +125,7 @@ def test_groups_of_experts_are_exported_for_any_number_of_tokens(dispatch, float
     params = nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))
     params = jax.tree.map(lambda x: 3 * np.asarray(x, np.float64), params)
     flat = flatten_with_paths(params)
-    program = program_of(model, "float64", flat, ["cpu"])
+    program = exported_for(of_decoder(model, "float64", flat), ["cpu"])
     assert len(program.module_kept_var_idx) == len(flat) + 1, "the program has all arguments of its signature"
     own = jax.jit(functional(model.abstract()))
     for shape in ((1, 3), (5, 30)):  # fewer choices than a tile has rows, and several tiles

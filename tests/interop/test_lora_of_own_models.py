@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from meshpar import convert, generate
 from meshpar.errors import ConfigError
-from meshpar.export import onnx_graph, onnx_program
+from meshpar.export import onnx_graph
 from meshpar.export.forward import Exportable
 from meshpar.interop import user_code
 from meshpar.interop.adapters import Adapters
@@ -185,7 +185,7 @@ def test_an_operation_without_onnx_operators_is_refused(tmp_path):
 
     made = Exportable(forward, {}, jax.ShapeDtypeStruct((1, 4), jnp.float32))
     with pytest.raises(ConfigError, match=r"jax2onnx does not convert it: .*callback.*; export --format stablehlo"):
-        onnx_program.write(made, tmp_path / "model.onnx")
+        onnx_graph.convert(made, tmp_path / "model.onnx")
 
 
 def test_a_graph_that_no_runtime_loads_is_refused_and_nothing_is_left(tmp_path):
@@ -198,5 +198,5 @@ def test_a_graph_that_no_runtime_loads_is_refused_and_nothing_is_left(tmp_path):
 
     made = Exportable(forward, {}, jax.ShapeDtypeStruct((1, 4, 6), jnp.float32))
     with pytest.raises(ConfigError, match=r"export --format stablehlo"):
-        onnx_program.write(made, tmp_path / "model.onnx")
+        onnx_graph.convert(made, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())

@@ -89,7 +89,7 @@ def after_training(kind: str, abstract: TrainState) -> TrainState:
 
 def decoding_of(opened: Source) -> PagedDecoding:
     dtype = np.dtype(opened.run.precision.params)
-    ctx = opened.ctx(opened.run.mesh.build())
+    ctx = opened.ctx
     return PagedDecoding(model=opened.model, ctx=ctx, dtype=dtype, capacity=Capacity(num_shards=ctx.shards("batch")))
 
 

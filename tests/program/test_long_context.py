@@ -87,7 +87,7 @@ def test_zigzag_executes_at_most_2_percent_more_flops_than_needed(context):
     tokens = ctx.pspec("batch", "seq")
     core = Blocks(block_size=block)
     local = on_shards(
-        lambda q, k, v, s: over_axes(core, q, k, v, s, s, None, ctx.axes("seq"), ctx.sequence),
+        lambda q, k, v, s: over_axes(core, q, k, v, s, None, ctx.axes("seq"), ctx.sequence),
         ctx, (tokens,) * 4, tokens,
     )  # fmt: skip
     qkv = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), "float32")] * 3

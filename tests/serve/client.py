@@ -14,7 +14,7 @@ from meshpar.experiment.config import Run
 from meshpar.models import Llama
 from meshpar.optim import AdamW
 from meshpar.serve.engine import Engine
-from meshpar.serve.http.app import Endpoints, endpoints_of
+from meshpar.serve.http.app import TextEndpoints
 from meshpar.serve.source import Language, Source
 from tests.serving import SIZES
 
@@ -49,7 +49,7 @@ def source_of(tokenizer: Tokenizer = IDS, opening: tuple[int, ...] = (), **sizes
 class Client:
     """Sends requests to an application."""
 
-    def __init__(self, endpoints: Endpoints):
+    def __init__(self, endpoints: TextEndpoints):
         self.endpoints = endpoints
         self.app = endpoints.app()
 
@@ -107,7 +107,7 @@ class Client:
 @asynccontextmanager
 async def serving(engine: Engine, source: Source | None = None, **settings: Any) -> AsyncIterator[Client]:
     """A client of a running server, which must hold nothing at the end."""
-    client = Client(endpoints_of(engine, source or source_of(), "tiny", **settings))
+    client = Client(TextEndpoints(engine, source or source_of(), "tiny", **settings))
     async with client.app.router.lifespan_context(client.app):
         yield client
     assert client.num_held == 0

@@ -33,17 +33,17 @@ LOADS = (
 def engine(drafter: Guesses | None = None) -> Any:
     """One that needs no device."""
     computed = RememberedCache(CAPACITY, drafter)
-    computed.decoding = SimpleNamespace(capacity=CAPACITY, model=SimpleNamespace(vocab_size=5))  # pyright: ignore
+    computed.decoding = SimpleNamespace(capacity=CAPACITY, vocab_size=5)  # pyright: ignore
     return computed
 
 
 def test_a_workload_is_mixed_and_always_the_same():
     workload = bench.draw(200, 50, longest_prompt=16, longest_answer=40)
     assert workload == bench.draw(200, 50, 16, 40)
-    assert {len(prompt) for prompt in workload.prompts} == set(range(1, 17))
-    assert max(workload.lengths) == 40
-    assert 6 < workload.num_tokens / 200 < 10  # an exponential distribution of mean 8, cut at 40 and rounded up
-    assert {token for prompt in workload.prompts for token in prompt} == set(range(50))
+    assert {len(prompt) for prompt, _ in workload} == set(range(1, 17))
+    assert max(length for _, length in workload) == 40
+    assert 6 < bench.num_tokens(workload) / 200 < 10  # an exponential distribution of mean 8, cut at 40 and rounded up
+    assert {token for prompt, _ in workload for token in prompt} == set(range(50))
 
 
 def test_requests_arrive_at_the_rate_and_every_token_is_timed(monkeypatch):
@@ -51,9 +51,9 @@ def test_requests_arrive_at_the_rate_and_every_token_is_timed(monkeypatch):
     monkeypatch.setattr(bench, "_percentiles", lambda seconds: timed.append(len(seconds)) or (0.0, 0.0))
     workload = bench.draw(30, 5, 16, 40)
     at_once = asyncio.run(bench.serve(engine(), workload, math.inf))
-    assert timed == [30, workload.num_tokens - 30]
+    assert timed == [30, bench.num_tokens(workload) - 30]
     slowly = asyncio.run(bench.serve(engine(), workload, 60.0))
-    mean_s = workload.num_tokens / slowly.tokens_per_s / 30
+    mean_s = bench.num_tokens(workload) / slowly.tokens_per_s / 30
     assert 0.5 / 60 < mean_s < 2.5 / 60
     assert at_once.tokens_per_s > slowly.tokens_per_s
     assert at_once.acceptance is None

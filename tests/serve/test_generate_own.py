@@ -85,7 +85,7 @@ def test_without_a_cache_tokens_are_the_same_and_it_says_so(mesh):
 
 
 def test_heads_of_a_cache_are_sharded_as_the_heads_that_fill_it():
-    cache = adopted("linen").decoding(num_rows=4, max_len=12, chunk=4).cache
+    cache = adopted("linen").decoding(num_rows=4, max_len=12, chunk=4).pages
     assert cache["attention"]["cached_key"].axes == (("data",), (), (), ("tensor",), ())
 
 
@@ -109,6 +109,24 @@ def served(model: CausalModel, prompts, slots: int, **how) -> list[list[int]]:
 
 def test_a_server_answers_as_the_plain_loop():
     assert served(adopted("own_methods"), PROMPTS, slots=2) == greedy("own_methods")
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_scores_are_the_models_own_log_probabilities(cache):
+    model, params, _ = DECODERS["own_methods"]()
+    engine = adopted("own_methods", cache=cache).engine(2, 12, chunk=2)
+    request = Request(prompt=PROMPTS[0], max_tokens=NEW, scores=True)
+    scheduler = Scheduler(engine.decoding.capacity)
+    scheduler.submit([request])
+    row = list(PROMPTS[0])
+    for _, token, score in scheduler.answered(engine.run):
+        expected = np.asarray(jax.nn.log_softmax(forward(model, params, jnp.array([row]))[0, -1]))
+        assert (token, score.ids[0]) == (expected.argmax(), token)
+        assert score.logprob == pytest.approx(expected.max(), abs=1e-5)
+        row.append(token)
+        if len(row) == len(PROMPTS[0]) + NEW:
+            scheduler.end(request)
+    assert len(row) == len(PROMPTS[0]) + NEW
 
 
 def test_draws_are_the_same_on_any_mesh_and_without_a_cache():

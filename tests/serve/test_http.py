@@ -23,11 +23,10 @@ from meshpar.data.special_tokens import SamplingDefaults, sampling_defaults
 from meshpar.errors import DataError
 from meshpar.serve.answer import Answer
 from meshpar.serve.batch import Batch, requests_of
-from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
 from meshpar.serve.http.replies import EventStream
-from meshpar.serve.paged_model import GREEDY
+from meshpar.serve.paged_model import GREEDY, DraftModel
 from meshpar.serve.sampling import Sampling
 from meshpar.serve.scheduler import Request, Row
 from meshpar.serve.service import Answers

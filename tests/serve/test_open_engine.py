@@ -10,10 +10,10 @@ import pytest
 from meshpar.errors import ConfigError
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT
-from meshpar.serve.draft_model import DraftModel
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.open_engine import open_engine
 from meshpar.serve.paged_decoding import PagedDecoding
+from meshpar.serve.paged_model import DraftModel
 from meshpar.serve.source import Source
 from tests.serve.client import source_of
 from tests.serving import SIZES

@@ -297,6 +297,15 @@ def test_the_texts_of_marks_are_kept_and_of_other_special_tokens_dropped(tokeniz
     assert tokenizer.decode_keeping([*a, eos, *a], {a[0]}) == tokenizer.decode([*a, *a])
 
 
+def test_a_special_token_that_opens_calls_is_a_part_of_the_answer(served, tmp_path, monkeypatch):
+    """As [TOOL_CALLS] of Mistral. Its text is <|im_start|> here, and a bias makes the model write nothing else."""
+    monkeypatch.setattr(Hermes, "opener", "<|im_start|>")
+    write_tokenizer(tmp_path, "{% if tools %}<|im_start|>{{ tools | tojson }}{% endif %}" + UNMARKED)
+    monkeypatch.setattr(served, "source", replace(served.source, folder=tmp_path))
+    asked: Any = {"temperature": 0, "max_tokens": 3, "logit_bias": {"1": 100}}
+    assert served.chat(tools=TOOLS[:1], **asked).choices[0].message.content == 3 * "<|im_start|>"
+
+
 @pytest.mark.parametrize("form", [Hermes(), Llama3(), Mistral()])
 def test_the_grammar_of_a_call_is_read_back(form, served):
     from llguidance import LLMatcher

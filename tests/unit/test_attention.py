@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from meshpar.cost.flops import flops, needed_flops, traced_products
-from meshpar.nn.attention import Auto, Blocks, Reference, block_pairs, online_softmax, shard_tables, shards
-from meshpar.nn.attention.setting import Setting
+from meshpar.nn.attention import Auto, Blocks, Reference, online_softmax, shards, tables
+from meshpar.nn.attention.core import Setting
 from tests.comparison import largest_difference
 
 BATCH = 2
@@ -31,7 +31,7 @@ def computed(core, seq, kv_heads, window=None, dtype="float64"):
     arrays, segments = inputs(seq, kv_heads, dtype)
 
     def weighted(q, k, v):
-        out, _ = core(q, k, v, segments, segments, window)
+        out = core(q, k, v, segments, window)
         return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum(), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*arrays)
@@ -68,12 +68,13 @@ def test_blocks_in_bfloat16_are_as_exact_as_the_reference():
 
 
 def test_planted_a_forgotten_pair_changes_the_result(float64, monkeypatch):
-    monkeypatch.setattr(shard_tables, "visible_pairs", lambda *args: np.delete(block_pairs.visible_pairs(*args), 2, 0))
+    visible_pairs = tables.visible_pairs
+    monkeypatch.setattr(tables, "visible_pairs", lambda *args: np.delete(visible_pairs(*args), 2, 0))
     assert difference(16, 3, core=Blocks(block_size=4)) > 1e-2
 
 
 def test_planted_blocks_that_overlap_change_the_result(float64, monkeypatch):
-    monkeypatch.setattr(block_pairs.BlockGrid, "is_ragged", False)
+    monkeypatch.setattr(tables.BlockGrid, "is_ragged", False)
     assert difference(16, 3, core=Blocks(block_size=6)) > 1e-2
     assert difference(16, 3, core=Blocks(block_size=4)) < 1e-12
 
@@ -88,7 +89,7 @@ def test_planted_a_backward_without_its_row_sums_changes_the_gradients(float64, 
 
 def forward(core, seq, window=None):
     (q, k, v), segments = inputs(seq, 3, "float32")
-    return jax.make_jaxpr(lambda q, k, v: core(q, k, v, segments, segments, window)[0])(q, k, v)
+    return jax.make_jaxpr(lambda q, k, v: core(q, k, v, segments, window))(q, k, v)
 
 
 def executed(core, seq, window=None):
@@ -134,7 +135,7 @@ def test_at_4096_tokens_auto_computes_at_most_4_percent_more_than_is_needed():
 
     def ratio(core):
         def run(q, k, v, s):
-            return core(q, k, v, s, s, None)[0]
+            return core(q, k, v, s, None)
 
         products = traced_products(jax.make_jaxpr(run)(*arrays, segments))
         return float(sum(product.total for product in products) / needed_flops(products))
@@ -148,7 +149,7 @@ def temporaries(core, seq):
     segments = jax.ShapeDtypeStruct((1, seq), "int32")
 
     def loss(q, k, v, segments):
-        return core(q, k, v, segments, segments, None)[0].sum()
+        return core(q, k, v, segments, None).sum()
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, segments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -195,5 +196,5 @@ def test_a_small_run_for_verify_has_the_core_of_the_run():
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 100, 5000])
 @pytest.mark.parametrize("seq", [1, 5, 128, 1000])
 def test_the_number_of_visible_pairs_is_that_of_their_list(seq, window):
-    grid = block_pairs.BlockGrid(seq, 7)
-    assert block_pairs.num_visible_pairs(grid, window) == len(block_pairs.visible_pairs(grid, 0, window))
+    grid = tables.BlockGrid(seq, 7)
+    assert tables.num_visible_pairs(grid, window) == len(tables.visible_pairs(grid, 0, window))

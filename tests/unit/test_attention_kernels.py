@@ -18,9 +18,10 @@ from meshpar.experiment.config import Precision, Run
 from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
-from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, attend, cudnn, functional, setting, splash
+from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, attend, cudnn, functional, splash
+from meshpar.nn.attention import core as shared
+from meshpar.nn.attention.core import Setting
 from meshpar.nn.attention.kernel import for_prompts
-from meshpar.nn.attention.setting import Setting
 from meshpar.nn.remat import Remat
 from meshpar.optim import AdamW
 
@@ -57,7 +58,7 @@ def with_gradients(attend):
 
 def of_core(core, window=None):
     def attend(q, k, v, segments):
-        return core(q, k, v, jnp.zeros(q.shape[:2], jnp.int32), segments, window)[0]
+        return core(q, k, v, segments, window)
 
     return attend
 
@@ -158,8 +159,8 @@ def test_the_call_for_cudnn_computes_the_reference(window):
 @pytest.fixture
 def on_h100(monkeypatch):
     """Programs are traced as if for an H100. docs/guides/long-context.md has what was measured on one."""
-    monkeypatch.setattr(setting, "platform", lambda: "gpu")
-    for module in (cudnn, setting):
+    monkeypatch.setattr(shared, "platform", lambda: "gpu")
+    for module in (cudnn, shared):
         monkeypatch.setattr(module, "of_mesh", lambda ctx: {"capability": (9, 0)})
         monkeypatch.setattr(module, "current", lambda: OnH100)
     monkeypatch.setattr(cudnn, "is_compile_only", lambda mesh: True)
@@ -167,6 +168,10 @@ def on_h100(monkeypatch):
 
 class OnH100:
     mesh = None
+
+    @staticmethod
+    def shards(dim):
+        return 1
 
 
 @pytest.mark.parametrize("window", [None, 100])

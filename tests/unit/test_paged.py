@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from meshpar.nn.attention import paged
-from meshpar.nn.attention.core import causal_window
+from meshpar.nn.attention.core import causal_window, dot_product_attention
 from meshpar.nn.attention.paged import PagedCache, PagedLayer
-from meshpar.nn.attention.reference import dot_product_attention
 
 LAYERS, SHARDS, ROWS, PAGES, SIZE, KV_HEADS, HEADS, WIDTH = 2, 2, 2, 12, 4, 2, 4, 8
 LENGTHS = [11, 3, 22, 1]
@@ -50,7 +49,7 @@ def difference(num_new: int, window: int | None, block_size: int = 8) -> float:
         def both(q: Any, new: Any, pages: Any, table: Any, rows: Any, positions: Any) -> Any:
             layer = PagedLayer(PagedCache(*pages, table), jnp.int32(1))
             visible = causal_window(positions, jnp.arange(24, dtype=jnp.int32), window)
-            return layer(q, *new, positions, None, window), dot_product_attention(q, *rows, visible)
+            return layer.with_tokens(q, *new, positions, window), dot_product_attention(q, *rows, visible)
 
         (out, cache), expected = both(q, new, pages, table, (keys, values), positions)
     assert np.isnan(np.asarray(cache.keys)[:, 0]).all()  # nothing is written to the other layer

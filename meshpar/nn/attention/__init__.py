@@ -12,9 +12,9 @@ Generation uses the core of its cache instead.
 
 from meshpar.nn.attention.auto import Auto
 from meshpar.nn.attention.blocks import Blocks
+from meshpar.nn.attention.core import Reference
 from meshpar.nn.attention.cudnn import Cudnn
 from meshpar.nn.attention.functional import attend
-from meshpar.nn.attention.reference import Reference
 from meshpar.nn.attention.splash import Splash
 
 AnyCore = Auto | Reference | Blocks | Cudnn | Splash

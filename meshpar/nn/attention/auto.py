@@ -10,11 +10,9 @@ from jaxtyping import Array, Float
 
 from meshpar.config import Config
 from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks, block_size
-from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.core import Reference, Setting, Window, of_arrays
 from meshpar.nn.attention.cudnn import Cudnn
 from meshpar.nn.attention.kernel import Kernel
-from meshpar.nn.attention.reference import Reference
-from meshpar.nn.attention.setting import Setting, of_arrays
 from meshpar.nn.attention.splash import Splash
 
 KERNELS: dict[str | None, Kernel] = {"gpu": Cudnn(), "tpu": Splash()}
@@ -29,7 +27,6 @@ class Auto(Config):
 
     shorthand: ClassVar = "kind"
     kind: Literal["auto"] = "auto"
-    has_cache: ClassVar[bool] = False
     block_size: ClassVar[int] = BLOCK_SIZE
 
     def select(self, setting: Setting) -> tuple[Reference | Blocks | Kernel, str]:
@@ -61,11 +58,9 @@ class Auto(Config):
         """Returns the core for a small copy of a run, which computes on CPUs."""
         return Blocks().reference(seq_len, small_seq_len)
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
-    ) -> tuple[jax.Array, Any]:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, window: Window) -> jax.Array:
         core, _ = self.select(of_arrays(q, segments, window))
-        return core(q, k, v, positions, segments, window)
+        return core(q, k, v, segments, window)
 
 
 def between(q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"]) -> jax.Array | None:

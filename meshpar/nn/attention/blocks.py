@@ -13,11 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
-from meshpar.nn.attention.block_pairs import BlockGrid, num_visible_pairs
-from meshpar.nn.attention.core import Documents, Window, documents, known_window, shares_rows
-from meshpar.nn.attention.setting import Setting
-from meshpar.nn.attention.shard_tables import ShardTables
+from meshpar.nn.attention.core import Documents, Setting, Window, documents, known_window, shares_rows
 from meshpar.nn.attention.shards import Shards, attend
+from meshpar.nn.attention.tables import BlockGrid, ShardTables, num_visible_pairs
 from meshpar.parallel.context import constrain
 from meshpar.parallel.precision import wide
 from meshpar.parallel.sequence import SequenceLayout
@@ -47,14 +45,13 @@ class Blocks(Config):
     kind: Literal["blocks"] = "blocks"
     block_size: Positive = BLOCK_SIZE
     """The largest number of tokens in a block."""
-    has_cache: ClassVar[bool] = False
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
-    ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
+        segments: Int[Array, "B S"] | None, window: Window,
+    ) -> Float[Array, "B S H h"]:  # fmt: skip
         tables = ShardTables(SequenceLayout(1), BlockGrid(q.shape[1], self.block_size), known_window(window))
-        return in_blocks(Shards(tables), q, k, v, documents(segments, q), window), None
+        return in_blocks(Shards(tables), q, k, v, documents(segments, q), window)
 
     def describe(self, setting: Setting) -> str:
         """Says which scores it computes for a row."""

@@ -17,14 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.errors import ConfigError, Problems
 from meshpar.mesh.varying import Axes
-from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import in_blocks
 from meshpar.nn.attention.core import Core, Documents, Window, documents, known_window
 from meshpar.nn.attention.kernel import Kernel
-from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
+from meshpar.nn.attention.tables import BlockGrid, ShardTables
 from meshpar.parallel.checks import check_pairs
-from meshpar.parallel.context import ParallelContext, current, manual, planned
+from meshpar.parallel.context import ParallelContext, current, manual
 from meshpar.parallel.sequence import SequenceLayout
 from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.tensor import SEQ
@@ -36,39 +35,27 @@ HEADS = 2
 
 
 def across_shards(
-    core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-    positions: Int[Array, "B S"], segments: Any, window: Window,
-) -> tuple[Float[Array, "B S H h"], Any]:  # fmt: skip
-    """Computes attention over whole rows, of which each device has a shard. Without shards it only calls the core.
+    planning: ParallelContext, core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"], segments: Any, window: Window,
+) -> Float[Array, "B S H h"]:  # fmt: skip
+    """Attention of whole arrays as one operation, which is partitioned over rows, tokens and heads.
 
     Communication: that of `Shards.visit_all` or `Exchange`, as `parallel.context` selects.
     """
-    planning = planned()
-    if core.has_cache or planning is None:
-        return core(q, k, v, positions, segments, window)
-    return _operation(planning, core, q, k, v, positions, segments, window), None
-
-
-def _operation(
-    planning: ParallelContext, core: Core, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array,
-    segments: Any, window: Window,
-) -> jax.Array:  # fmt: skip
-    """Attention of whole arrays as one operation, which is partitioned over rows, tokens and heads."""
     is_layered = isinstance(window, jax.Array)
 
     def compute(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> list[jax.Array]:
         left = iter(more)
-        positions = next(left)
         document = None if segments is None else next(left)
         width = next(left) if is_layered else window
         tokens = call.axes("tokens")
         if tokens and (ctx := manual()):
-            return [over_axes(core, q, k, v, positions, document, width, tokens, ctx.sequence)]
-        return [core(q, k, v, positions, document, width)[0]]
+            return [over_axes(core, q, k, v, document, width, tokens, ctx.sequence)]
+        return [core(q, k, v, document, width)]
 
     of_token = ("rows", "tokens")
     of_heads = (*of_token, "heads", None)
-    given = [(x, of_token) for x in (positions, segments) if x is not None] + [(window, ())] * is_layered
+    given = [(segments, of_token)] * (segments is not None) + [(window, ())] * is_layered
     # Where rows are whole, the axes of `residual_seq` shard only what is projected.
     whole = () if planning.axes("seq") else ("tokens",)
     signature = Signature((of_heads,) * 3 + tuple(labels for _, labels in given), (of_heads,), compute, whole=whole)
@@ -77,13 +64,11 @@ def _operation(
 
 def over_axes(
     core: Core, q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"],
-    positions: Any, segments: Any, window: Window, axes: Axes, layout: SequenceLayout, is_causal: bool = True,
-    cap: float | None = None,
+    segments: Any, window: Window, axes: Axes, layout: SequenceLayout, is_causal: bool = True, cap: float | None = None,
 ) -> Float[Array, "B S H h"]:  # fmt: skip
     """Attention of rows that are sharded over `axes`, in this layout, as `parallel.context` declares it.
 
     Args:
-      positions: as `Core` gets them; None if each row is one document.
       segments: as `Core` gets them; or `Documents`.
       cap: see `Shards`.
     """
@@ -95,8 +80,7 @@ def over_axes(
     segments = jax.tree.map(exchange.whole, segments)
     q, k, v = exchange.to_heads(q, k, v)
     if layout.num_shards == 1 and is_causal and cap is None and not isinstance(segments, Documents):
-        whole = in_order(q) if positions is None else exchange.whole(positions)
-        out, _ = core(q, k, v, whole, segments, window)
+        out = core(q, k, v, segments, window)
     else:
         tables = _tables(core, layout, q.shape[SEQ], window, None if is_causal else k.shape[SEQ])
         shards = Shards(tables, axes, group, _way(context.kind, ctx), cap)
@@ -109,11 +93,6 @@ def _way(kind: str, ctx: ParallelContext | None) -> Literal["ring", "pairs", "ga
     if kind == "all_gather":
         return "gather"
     return "pairs" if ctx and ctx.schedule else "ring"
-
-
-def in_order(q: Float[Array, "B S H h"]) -> Int[Array, "B S"]:
-    """The positions of tokens whose rows are one document each."""
-    return jnp.broadcast_to(jnp.arange(q.shape[SEQ], dtype=jnp.int32), q.shape[: SEQ + 1])
 
 
 def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) -> None:

@@ -23,9 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.config import Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.blocks import GPU_BLOCK_SIZE, Blocks
-from meshpar.nn.attention.core import Window
+from meshpar.nn.attention.core import ONE_WINDOW_PER_MODEL, Capability, Setting, Window, capability, of_arrays, of_mesh
 from meshpar.nn.attention.kernel import Kernel
-from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Capability, Setting, capability, of_arrays, of_mesh
 from meshpar.parallel.context import constrain, current
 from meshpar.parallel.scopes import taken
 from meshpar.sharding.resolve import is_compile_only
@@ -58,27 +57,26 @@ class Cudnn(Kernel):
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
-    ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
+        segments: Int[Array, "B S"] | None, window: Window,
+    ) -> Float[Array, "B S H h"]:  # fmt: skip
         setting = of_arrays(q, segments, window)
         self.require(setting)
         k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
         v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
         _ask_target()
         if segments is None:
-            return _attend(q, k, v, setting.window, "cudnn"), None
+            return _attend(q, k, v, setting.window, "cudnn")
         most = min(self.most_documents, q.shape[1])
         opens = _opens(segments)
         num_documents = opens.sum(axis=1)
         in_one_piece = num_documents == _opens(jnp.sort(segments, axis=1)).sum(axis=1)
         with taken(0, 1, of=1):  # counts of operations take the branch of cuDNN as always taken
-            out = lax.cond(
+            return lax.cond(
                 (in_one_piece & (num_documents <= most)).all(),
                 lambda q, k, v: _by_rows(q, k, v, *_documents(opens, most), setting.window),
-                lambda q, k, v: Blocks(block_size=GPU_BLOCK_SIZE)(q, k, v, positions, segments, setting.window)[0],
+                lambda q, k, v: Blocks(block_size=GPU_BLOCK_SIZE)(q, k, v, segments, setting.window),
                 *varying_alike(q, k, v),
             )
-        return out, None
 
     def between(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B T K h"], v: Float[Array, "B T K h"]

@@ -15,12 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.auto import Auto, between
-from meshpar.nn.attention.block_pairs import BlockGrid
 from meshpar.nn.attention.blocks import Blocks, block_size, in_blocks
-from meshpar.nn.attention.context_parallel import in_order, over_axes
+from meshpar.nn.attention.context_parallel import over_axes
 from meshpar.nn.attention.core import HIDDEN_KEY, HIDDEN_QUERY, Documents, documents, known_window, shares_rows
-from meshpar.nn.attention.shard_tables import ShardTables
 from meshpar.nn.attention.shards import Shards
+from meshpar.nn.attention.tables import BlockGrid, ShardTables
 from meshpar.nn.attention.zigzag import Zigzag
 from meshpar.parallel.context import current, platform
 from meshpar.parallel.sequence import SequenceLayout
@@ -122,22 +121,16 @@ def local_attention(
     usual = q.shape[-1] ** -0.5
     if scale is not None and not math.isclose(scale, usual, rel_tol=1e-6):
         q = q * jnp.asarray(scale / usual, q.dtype)
-    is_plain = _is_plain(causal, cap, segments)
-    core = Auto() if is_plain else Blocks()
+    is_plain = causal and cap is None and not isinstance(segments, Documents)  # which every core computes
     if axes:
-        return _of_shards(core, q, k, v, segments, window, axes, causal, cap)
+        return _of_shards(Auto() if is_plain else Blocks(), q, k, v, segments, window, axes, causal, cap)
     if is_plain:
-        return core(q, k, v, in_order(q), segments, window)[0]
+        return Auto()(q, k, v, segments, window)
     if not causal and cap is None and segments is None and (out := between(q, k, v)) is not None:
         return out
     queries, keys = (BlockGrid(x.shape[SEQ], block_size(platform())) for x in (q, k))
     tables = ShardTables(SequenceLayout(1), queries, known_window(window), causal, None if causal else keys)
     return in_blocks(Shards(tables, cap=cap), q, k, v, documents(segments, q, k), window)
-
-
-def _is_plain(causal: bool, cap: float | None, segments: Any) -> bool:
-    """Whether every core computes it."""
-    return causal and cap is None and not isinstance(segments, Documents)
 
 
 def _of_shards(
@@ -150,15 +143,10 @@ def _of_shards(
     num_devices = math.prod(map(lax.axis_size, axes))
     rings = num_devices // context.exchange(num_devices)
     in_stages = ctx is not None and ctx.schedule is not None  # the zigzag layout takes permutes, which stages cannot
-    is_zigzag = context.arranged(num_devices).is_zigzag and not in_stages
-    if not (causal and rings == num_devices > 1 and is_zigzag and _halves(q)):
-        layout = SequenceLayout(rings)
-        return over_axes(core, q, k, v, None, segments, window, axes, layout, is_causal=causal, cap=cap)
+    is_zigzag = context.arranged(num_devices).is_zigzag and not in_stages and q.shape[SEQ] % 2 == 0
+    if not (causal and rings == num_devices > 1 and is_zigzag):
+        return over_axes(core, q, k, v, segments, window, axes, SequenceLayout(rings), is_causal=causal, cap=cap)
     order = Zigzag(axes, num_devices)
     q, k, v, segments = jax.tree.map(order.arranged, (q, k, v, segments))
-    out = over_axes(core, q, k, v, None, segments, window, axes, SequenceLayout(rings, is_zigzag=True), cap=cap)
+    out = over_axes(core, q, k, v, segments, window, axes, SequenceLayout(rings, is_zigzag=True), cap=cap)
     return order.restored(out)
-
-
-def _halves(q: jax.Array) -> bool:
-    return q.shape[SEQ] % 2 == 0

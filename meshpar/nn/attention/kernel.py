@@ -10,8 +10,7 @@ import jax
 from meshpar.config import Config
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.attention.blocks import Blocks
-from meshpar.nn.attention.core import Core, Window
-from meshpar.nn.attention.setting import Setting, of_arrays
+from meshpar.nn.attention.core import Core, Setting, Window, of_arrays
 
 
 class Kernel(Config):
@@ -20,7 +19,6 @@ class Kernel(Config):
     kind: str
     device: ClassVar[str]
     """The device that it runs on, such as `TPU`."""
-    has_cache: ClassVar[bool] = False
 
     @abstractmethod
     def limits(self, setting: Setting) -> list[str]:
@@ -34,9 +32,7 @@ class Kernel(Config):
         """Says which scores it computes for a row."""
 
     @abstractmethod
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any, window: Window
-    ) -> tuple[jax.Array, Any]:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, window: Window) -> jax.Array:
         """See `Core`."""
 
     def reference(self, seq_len: int, small_seq_len: int) -> Blocks:

@@ -1,6 +1,6 @@
 """The attention layer: projections, head norms and rotary positions around a core.
 
-Shapes: B batch, S seq, R residual_seq, D embed.
+Shapes: B batch, S seq, R residual_seq, D embed, H heads, h head_dim.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.nn.attention.context_parallel import across_shards, sent_key_heads
-from meshpar.nn.attention.core import Core, Window
-from meshpar.nn.attention.head_norm import QKNorm, head_norm
-from meshpar.nn.layers import Projection, within_layer
+from meshpar.nn.attention.core import CachedCore, Core, Window
+from meshpar.nn.layers import Projection, RMSNorm, filled, within_layer
 from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.parallel.context import constrain, planned
+from meshpar.parallel.precision import wide
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
 
 PLACE = "place"
 Bias = Literal["none", "qkv", "all"]
+QKNorm = bool | Literal["all_heads"]
+"""Whether each head of queries and keys is normalized alone, or all heads of a token together."""
 
 
 class Attention(nnx.Module):
@@ -53,12 +55,13 @@ class Attention(nnx.Module):
         self.num_heads, self.num_kv_heads = heads, kv_heads
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], core: Core, positions: Int[Array, "B S"],
+        self, x_BSD: Float[Array, "B S D"], core: Core | CachedCore, positions: Int[Array, "B S"],
         segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Window = None,
     ) -> tuple[Float[Array, "B S D"], Any]:  # fmt: skip
-        """Returns the output and the core's new cache; see `Core` for the other arguments."""
+        """Returns the output, and the core's new cache if it has one; see `Core` for the other arguments."""
         of_k, of_v, k_norm = self.k, self.v, self.k_norm
-        if not core.has_cache and (sent := _sent_key_heads(self.num_heads, self.num_kv_heads)) is not None:
+        stores = isinstance(core, CachedCore)
+        if not stores and (sent := _sent_key_heads(self.num_heads, self.num_kv_heads)) is not None:
             of_k, of_v, k_norm = _of_places(sent, (of_k, of_v, k_norm))
         q, k, v = self.q(x_BSD), of_k(x_BSD), of_v(x_BSD)
         if self.q_norm is not None and k_norm is not None:
@@ -71,7 +74,13 @@ class Attention(nnx.Module):
         q = named(q, "q")
         k = named(k, "k")
         v = named(v, "v")
-        out, cache = across_shards(core, q, k, v, positions, segments, window)
+        cache = None
+        if stores:
+            out, cache = core.with_tokens(q, k, v, positions, window)
+        elif (planning := planned()) is None:
+            out = core(q, k, v, segments, window)
+        else:
+            out = across_shards(planning, core, q, k, v, segments, window)
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return self.o(out), cache
 
@@ -109,3 +118,27 @@ def _of_places(sent: np.ndarray, modules: Any) -> Any:
         return param.replace(apply(Signature((given, (PLACE,)), (taken,), take, pins=True), param[...], places)[0])
 
     return nnx.merge(graph, jax.tree.map(placed, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+
+class AllHeadsNorm(nnx.Module):
+    """`x[.., H, h] -> x / rms(x over H and h) * scale[H, h]`; `dim` is the name of H.
+
+    Numerics: in float32 at least.
+    Communication: where heads are sharded, an all-reduce of one number for each token, and another one backward.
+    """
+
+    def __init__(self, heads: int, head_dim: int, *, eps: float, dim: str):
+        self.scale = filled(1.0, (heads, head_dim), (dim, "head_dim"))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
+        x_wide = wide(x)
+        square = jnp.square(x_wide).mean((-2, -1), keepdims=True)
+        return (x_wide * jax.lax.rsqrt(square + self.eps)).astype(x.dtype) * self.scale[...]
+
+
+def head_norm(kind: QKNorm, heads: int, head_dim: int, *, eps: float, dim: str) -> nnx.Module | None:
+    """The norm of `heads` heads, which `dim` names; None for no norm."""
+    if kind == "all_heads":
+        return AllHeadsNorm(heads, head_dim, eps=eps, dim=dim)
+    return RMSNorm(head_dim, eps=eps, dim="head_dim") if kind else None

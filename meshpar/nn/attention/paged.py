@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.nn.attention.blocks import BLOCK_SIZE
 from meshpar.nn.attention.codes import Stored, decoded, encoded
-from meshpar.nn.attention.core import Core, Window, causal_window, local_key_heads
+from meshpar.nn.attention.core import Core, Window, causal_window, dot_product_attention, local_key_heads
 from meshpar.nn.attention.kernel import for_prompts
 from meshpar.nn.attention.online_softmax import Softmax, empty, masked_scores
-from meshpar.nn.attention.reference import dot_product_attention
 from meshpar.parallel.context import constrain, planned
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
@@ -79,11 +78,10 @@ class PagedLayer:
     cache: PagedCache
     index: Int[Array, ""]
     prompts: Core | None = None
-    has_cache: ClassVar[bool] = True
 
-    def __call__(
+    def with_tokens(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: None, window: Window,
+        positions: Int[Array, "B S"], window: Window,
     ) -> tuple[Float[Array, "B S H h"], PagedCache]:  # fmt: skip
         """Two operations: pages differ between devices with other key heads, the result between those with others."""
         planning = planned()
@@ -129,7 +127,7 @@ class PagedLayer:
         """Attention of new tokens, which are stored already."""
         if self.prompts is not None:
             core = for_prompts(self.prompts, q, window)
-            return core(q, local_key_heads(k, q), local_key_heads(v, q), positions, None, window)[0]
+            return core(q, local_key_heads(k, q), local_key_heads(v, q), None, window)
         cache, page_size = self.cache, _page_size(self.cache.keys)
         if (table := cache.table) is None:
             visible = causal_window(positions, jnp.arange(page_size, dtype=jnp.int32), window)

@@ -24,17 +24,16 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.collectives.permute import permute
 from meshpar.collectives.swap import pairings, swap
 from meshpar.mesh.varying import Axes
-from meshpar.nn.attention.block_pairs import Grids
 from meshpar.nn.attention.core import Documents
 from meshpar.nn.attention.online_softmax import Inputs, Tokens, add_gradients, backward_of, empty, extend
-from meshpar.nn.attention.shard_tables import ShardTables
+from meshpar.nn.attention.tables import Grids, ShardTables
 from meshpar.nn.remat import named
 from meshpar.parallel.local import varying_like
 from meshpar.parallel.scopes import needed, taken
 from meshpar.parallel.xla import in_order, not_before, recomputed
 
-Run = Callable[[Grids, jax.Array, Tokens, Any], Any]
-"""(grids, table, keys, carry) -> carry, after the pairs of the table."""
+Compute = Callable[[Grids, Any, Inputs, jax.Array], Any]
+"""(grids, carry, inputs, table) -> carry, after the pairs of the table."""
 Visit = Callable[[Any, np.ndarray, Any, Any], tuple[Any, Any]]
 """(hop, the tables that devices need at it, carry, the keys of a shard) -> (carry, terms of the sums of that shard).
 The tables are indices in `ShardTables.tables`, one for each device and each hop of the same loop."""
@@ -74,28 +73,41 @@ class Shards:
     def tokens(self, shard: jax.Array | int, segments: Int[Array, "B S"]) -> Tokens:
         return Tokens(self.tables.layout.tokens_of(shard, segments.shape[1]), segments)
 
-    def inputs(self, q: Any, k: Any, v: Any, queries: Tokens, keys: Tokens, window: Any) -> Inputs:
-        return Inputs(q, k, v, queries, keys, window, self.tables.is_causal, self.cap)
+    def visiting(
+        self, q: jax.Array, queries: Tokens, window: Any, compute: Compute, zeros: Callable[..., Any]
+    ) -> Visit:  # fmt: skip
+        """What computes with the keys of a shard.
 
-    def run(self, hop: Any, used: np.ndarray, queries: Tokens, segments: Int[Array, "B S"], run: Run, carry: Any):
+        Args:
+          zeros: (k, v) -> the terms of their sums before the first pair.
+        """
+
+        def visit(hop: Any, used: np.ndarray, carry: Any, of_shard: Any) -> tuple[Any, Any]:
+            k, v, segments = of_shard
+            keys = self.tokens(self.source(hop), segments)
+            inputs = Inputs(q, k, v, queries, keys, window, self.tables.is_causal, self.cap)
+            carry, *terms = self._at_hop(hop, used, compute, inputs, (carry, *zeros(k, v)))
+            return carry, tuple(terms)
+
+        return visit
+
+    def _at_hop(self, hop: Any, used: np.ndarray, compute: Compute, inputs: Inputs, carry: Any) -> Any:
         """Runs the table of this device at a hop, if a query and a key can be in the same document.
 
         Args:
           hop: 0 for the device's own keys; else perhaps traced.
           used: the tables that devices need, see `Visit`.
-          segments: of the keys.
         """
-        keys = self.tokens(self.source(hop), segments)
+        run_table = partial(self._run_table, hop, used, compute, inputs)
         if not (isinstance(hop, int) and hop == 0):
-            own = queries.segments
-            overlap = (own.min(1) <= segments.max(1)) & (segments.min(1) <= own.max(1))
-            run_table = partial(self._run_table, hop, used, run, keys)
+            own, others = inputs.queries.segments, inputs.keys.segments
+            overlap = (own.min(1) <= others.max(1)) & (others.min(1) <= own.max(1))
             return lax.cond(overlap.any(), run_table, lambda carry: carry, carry)
-        if self.tables.halves:
-            carry = run(Grids.of(self.tables.halves), jnp.asarray(self.tables.diagonal), keys, carry)
-        return self._run_table(hop, used, run, keys, carry)
+        if halves := self.tables.halves:
+            carry = compute(Grids(halves, halves), carry, inputs, jnp.asarray(self.tables.diagonal))
+        return run_table(carry)
 
-    def _run_table(self, hop: Any, used: np.ndarray, run: Run, keys: Tokens, carry: Any) -> Any:
+    def _run_table(self, hop: Any, used: np.ndarray, compute: Compute, inputs: Inputs, carry: Any) -> Any:
         tables = self.tables.tables
         by_length = self.tables.by_length(used)
         which = jnp.asarray(self.tables.which, jnp.int32)[hop, self.rank]
@@ -104,10 +116,10 @@ class Shards:
             if not len(tables[same_length[0]]):
                 return carry
             if len(same_length) == 1:
-                return run(self.tables.grids, jnp.asarray(tables[same_length[0]]), keys, carry)
+                return compute(self.tables.grids, carry, inputs, jnp.asarray(tables[same_length[0]]))
             place = np.searchsorted(same_length, np.arange(len(tables))).astype(np.int32)
             table = jnp.asarray(np.stack([tables[index] for index in same_length]))[jnp.asarray(place)[which]]
-            return run(self.tables.grids, table, keys, carry)
+            return compute(self.tables.grids, carry, inputs, table)
 
         first, *others = by_length.values()
         if not others:
@@ -247,14 +259,10 @@ def attend(
 def _attend_forward(shards: Shards, q, k, v, documents, window):
     queries = shards.tokens(shards.rank, documents.queries)
 
-    def visit(hop: Any, used: np.ndarray, state: Any, of_shard: Any) -> tuple[Any, tuple[()]]:
-        k, v, segments = of_shard
+    def compute(grids: Grids, carry: Any, inputs: Inputs, pairs: jax.Array) -> Any:
+        return (extend(grids, carry[0], inputs, pairs),)
 
-        def run(grids: Grids, pairs: jax.Array, keys: Tokens, state: Any) -> Any:
-            return extend(grids, state, shards.inputs(q, k, v, queries, keys, window), pairs)
-
-        return shards.run(hop, used, queries, segments, run, state), ()
-
+    visit = shards.visiting(q, queries, window, compute, lambda k, v: ())
     with needed(shards.tables.needed):
         state, _ = shards.visit_all(visit, empty(q), (k, v, shards.sent_after(q, documents.keys)))
     out = named(state.result().astype(v.dtype), "attn")
@@ -275,15 +283,10 @@ def _attend_backward(shards: Shards, saved, grads):
     def zeros(x: jax.Array) -> jax.Array:
         return varying_like(jnp.broadcast_to(zero, x.shape), q)
 
-    def visit(hop: Any, used: np.ndarray, of_q: jax.Array, of_shard: Any) -> tuple[jax.Array, Any]:
-        k, v, segments = of_shard
+    def compute(grids: Grids, grads: Any, inputs: Inputs, pairs: jax.Array) -> Any:
+        return add_gradients(grids, grads, known, inputs, pairs)
 
-        def run(grids: Grids, pairs: jax.Array, keys: Tokens, grads: Any) -> Any:
-            return add_gradients(grids, grads, known, shards.inputs(q, k, v, queries, keys, window), pairs)
-
-        of_q, *added = shards.run(hop, used, queries, segments, run, (of_q, zeros(k), zeros(v)))
-        return of_q, tuple(added)
-
+    visit = shards.visiting(q, queries, window, compute, lambda k, v: (zeros(k), zeros(v)))
     with needed(shards.tables.needed):
         of_q, added = shards.visit_all(visit, zeros(q), (k, v, shards.sent_after(grad, documents.keys)))
     grads = (of_q, *added)

@@ -20,9 +20,8 @@ import pydantic
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Positive
-from meshpar.nn.attention.core import Window, needed_scores
+from meshpar.nn.attention.core import ONE_WINDOW_PER_MODEL, Setting, Window, needed_scores, of_arrays
 from meshpar.nn.attention.kernel import Kernel
-from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Setting, of_arrays
 from meshpar.nn.remat import named
 from meshpar.parallel.local import unchecked, varying_alike
 from meshpar.parallel.scopes import declared, needed
@@ -54,8 +53,8 @@ class Splash(Kernel):
 
     def __call__(
         self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None, window: Window,
-    ) -> tuple[Float[Array, "B S H h"], None]:  # fmt: skip
+        segments: Int[Array, "B S"] | None, window: Window,
+    ) -> Float[Array, "B S H h"]:  # fmt: skip
         setting = of_arrays(q, segments, window)
         # Validation has refused runs under GSPMD. FLOPs are counted in a GSPMD program, which is traced, not compiled.
         self.require(replace(setting, is_local=True))
@@ -66,7 +65,7 @@ class Splash(Kernel):
             out_BHSh: jax.Array = _attend(
                 (size, setting.window, self.interpret), q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), segments
             )
-        return out_BHSh.swapaxes(1, 2), None
+        return out_BHSh.swapaxes(1, 2)
 
     def limits(self, setting: Setting) -> list[str]:
         found: list[str] = []

@@ -36,18 +36,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys of OpenAI's API that are not supported -> the values that have no effect."""
 
 
-class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
+class Body(BaseModel):
+    """A part of a body, whose keys are known and have the types that they should."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Structured(BaseModel):
+class Structured(Body):
     """What an answer must match, one of these: not OpenAI's."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     regex: Annotated[str | None, Field(min_length=1, max_length=LONGEST_GRAMMAR)] = None
     grammar: Annotated[str | None, Field(min_length=1, max_length=LONGEST_GRAMMAR)] = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="json")
@@ -67,13 +71,12 @@ class Structured(BaseModel):
         return grammars.of_schema(self.json_schema or {})
 
 
-class RequestBody(BaseModel):
+class RequestBody(Body):
     """The keys that completions and chats share.
 
     `top_k`, `min_p`, `stop_token_ids`, `repetition_penalty` and `structured_outputs` are not OpenAI's.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0, le=100, allow_inf_nan=False)] = None
@@ -205,7 +208,7 @@ class CompletionBody(RequestBody):
         return [value] if is_one else value
 
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
@@ -222,7 +225,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
         raise ApiError(400, "; ".join(text for _, text in problems), params[0]) from None
 
 
-def _problem(kind: type[BaseModel], error: Any) -> tuple[str | None, str]:
+def _problem(kind: type[Body], error: Any) -> tuple[str | None, str]:
     """The key of a problem, and what is wrong with it."""
     where = ".".join(str(part)[:100] for part in error["loc"])
     what = str(error["msg"]).removeprefix("Value error, ")[:500]

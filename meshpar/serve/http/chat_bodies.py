@@ -4,42 +4,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshpar.serve.constraint import Grammar, Grammars
-from meshpar.serve.http.bodies import RequestBody
+from meshpar.serve.http.bodies import Body, RequestBody
 from meshpar.serve.scores import MOST_RANKED
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A part of a message. Other kinds, such as images, are not supported."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Annotated[str, Field(pattern="^text$")]
     text: str
 
 
-class Called(BaseModel):
+class Called(Body):
     """The function of a call."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(Body):
     """A call of a tool, as the assistant wrote it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     id: str
     type: Literal["function"] = "function"
     function: Called
 
 
-class Message(BaseModel):
+class Message(Body):
     """A message of a chat. The template decides which roles there are."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     role: str
     content: str | None = None
     name: str | None = None
@@ -65,10 +61,9 @@ class Message(BaseModel):
         return "".join(TextPart.model_validate(part).text for part in value) if isinstance(value, list) else value
 
 
-class Function(BaseModel):
+class Function(Body):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -76,41 +71,38 @@ class Function(BaseModel):
     """Whether the arguments of calls follow `parameters`. They do where the answer must be a call."""
 
 
-class Tool(BaseModel):
+class Tool(Body):
     """A tool of a request."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class NamedFunction(Body):
+    """The name of a function."""
+
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Body):
     """The tool that an answer must call."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: NamedFunction
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(Body):
     """A JSON schema. It is always enforced, whatever `strict` is."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     name: str
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class Format(BaseModel):
+class Format(Body):
     """`response_format`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from pydantic import Field, field_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshpar.serve.embeddings import Embedder
-from meshpar.serve.http.app import authorize, body_of
-from meshpar.serve.http.bodies import parse
-from meshpar.serve.http.errors import HANDLERS, ApiError
+from meshpar.serve.http.bodies import Body, parse
+from meshpar.serve.http.endpoints import Endpoints, body_of
+from meshpar.serve.http.errors import ApiError
 from meshpar.serve.service import UnavailableError
 
 MOST_TEXTS = 2048
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class EmbeddingBody(BaseModel):
+class EmbeddingBody(Body):
     """The keys of a request; `input` is a text, a list of texts, ids, or a list of lists of ids."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     input: list[str] | list[list[Id]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -44,41 +39,36 @@ class EmbeddingBody(BaseModel):
         return [value] if isinstance(value, list) and value and isinstance(value[0], int) else value
 
 
-class EmbeddingEndpoints:
+class EmbeddingEndpoints(Endpoints):
     """Answers HTTP requests with vectors. One batch is computed at a time.
 
-    Args: see `http.app.Endpoints`.
+    Args:
+      others: see `Endpoints`.
     """
 
-    def __init__(self, embedder: Embedder, name: str, token: str | None = None, hosts: Sequence[str] = ("*",)):
+    def __init__(self, embedder: Embedder, *others: Any, **more: Any):
+        super().__init__(*others, **more)
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
-        self._embedder, self._name, self._token, self._hosts = embedder, name, token, hosts
+        self._embedder = embedder
         self._one = asyncio.Lock()
         self._is_draining = False
 
-    def app(self) -> Starlette:
-        routes = [
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/health", self.health),
-            *(Route(f"/v1/{path}", self.refused, methods=["POST"]) for path in ("chat/completions", "completions")),
-        ]
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=self._hosts)
-        return Starlette(routes=routes, middleware=[hosts], exception_handlers=HANDLERS)
+    @property
+    def routes(self) -> list[Route]:
+        of_text = ("/v1/chat/completions", "/v1/completions")
+        refused = [self.guarded(path, self.refused, ["POST"]) for path in of_text]
+        return [self.guarded("/v1/embeddings", self.embeddings, ["POST"]), *refused]
 
     async def embeddings(self, http: HttpRequest) -> Response:
         """`/v1/embeddings`."""
-        authorize(http, self._token)
         body = parse(EmbeddingBody, await body_of(http))
         if self._is_draining:
             raise UnavailableError("the server is draining")
-        if body.model not in (None, self._name):
-            what = f"there is no model {body.model!r}, only {self._name!r}"
-            raise ApiError(404, what, "model", "model_not_found")
+        self.check_model(body.model)
         width = self._embedder.text.width
         if body.dimensions not in (None, width):
-            what = f"dimensions: the vectors of {self._name} have {width} numbers, and no part of one is a vector"
+            what = f"dimensions: the vectors of {self.name} have {width} numbers, and no part of one is a vector"
             raise ApiError(400, what, "dimensions")
         rows = await asyncio.to_thread(self._rows, body)
         async with self._one:
@@ -89,7 +79,7 @@ class EmbeddingEndpoints:
         ]
         num = sum(map(len, rows))
         usage = {"prompt_tokens": num, "total_tokens": num}
-        return JSONResponse({"object": "list", "data": data, "model": self._name, "usage": usage})
+        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 
     def _rows(self, body: EmbeddingBody) -> list[list[int]]:
         if not 0 < len(body.input) <= MOST_TEXTS:
@@ -106,22 +96,15 @@ class EmbeddingEndpoints:
                 raise ApiError(400, f"input[{i}]: has ids outside of the vocabulary of {text.vocab_size}", "input")
         return rows
 
-    async def models(self, http: HttpRequest) -> Response:
-        """`/v1/models`."""
-        authorize(http, self._token)
-        about = {"id": self._name, "object": "model", "created": 0, "owned_by": "meshpar"}
-        return JSONResponse({"object": "list", "data": [about]})
-
     async def health(self, http: HttpRequest) -> Response:
         """`/health`."""
         status = "draining" if self._is_draining else "ok"
-        return JSONResponse({"status": status, "model": self._name}, 503 if self._is_draining else 200)
+        return JSONResponse({"status": status, "model": self.name}, 503 if self._is_draining else 200)
 
     async def refused(self, http: HttpRequest) -> Response:
         """What an encoder does not answer."""
-        authorize(http, self._token)
         kind = self._embedder.model.config["model_type"]
-        what = f"{self._name} is an encoder ({kind}), which generates no text; use /v1/embeddings"
+        what = f"{self.name} is an encoder ({kind}), which generates no text; use /v1/embeddings"
         raise ApiError(400, what, code="no_generation")
 
     async def drain(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -44,41 +45,28 @@ class ApiError(Exception):
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "unavailable_error"}
 
 
-async def _api_error(http: Request, error: ApiError) -> Response:
-    return error.response()
+def _answered(error_of: Callable[[Request, Any], ApiError]) -> Callable[[Request, Any], Awaitable[Response]]:
+    async def response(http: Request, error: Any) -> Response:
+        return error_of(http, error).response()
 
-
-async def _http_error(http: Request, error: HTTPException) -> Response:
-    return ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}").response()
-
-
-async def _bad_request(http: Request, error: MeshparError) -> Response:
-    return ApiError(400, str(error)).response()
-
-
-async def _queue_full(http: Request, error: QueueFullError) -> Response:
-    return ApiError(429, "too many requests wait; try again later", code="queue_full").response()
-
-
-async def _unavailable(http: Request, error: UnavailableError) -> Response:
-    return ApiError(503, str(error)).response()
+    return response
 
 
 async def _disconnected(http: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)  # as nginx logs it; the client does not receive it
 
 
-async def _failure(http: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed to answer; the reason is in its log").response()
-
-
 HANDLERS: dict[Any, Any] = {
-    ApiError: _api_error,
-    HTTPException: _http_error,
-    MeshparError: _bad_request,
-    QueueFullError: _queue_full,
-    UnavailableError: _unavailable,
+    ApiError: _answered(lambda http, error: error),
+    HTTPException: _answered(
+        lambda http, error: ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+    ),
+    MeshparError: _answered(lambda http, error: ApiError(400, str(error))),
+    QueueFullError: _answered(
+        lambda http, error: ApiError(429, "too many requests wait; try again later", code="queue_full")
+    ),
+    UnavailableError: _answered(lambda http, error: ApiError(503, str(error))),
     ClientDisconnect: _disconnected,
-    Exception: _failure,
+    Exception: _answered(lambda http, error: ApiError(500, "the server failed to answer; the reason is in its log")),
 }
 """Kind of exception -> the function that makes the response, for Starlette."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ class Shape(ABC):
     prefix: ClassVar[str]
     whole: ClassVar[str]
     part: ClassVar[str]
+    kept: Collection[int] = ()
+    """The special tokens whose texts are a part of an answer's."""
 
     def __init__(self, model: str, texts: Texts):
         self.model = model
@@ -125,6 +127,7 @@ class ChatShape(Shape):
     def __init__(self, model: str, texts: Texts, toolbox: Toolbox | None = None):
         super().__init__(model, texts)
         self.toolbox = toolbox
+        self.kept = toolbox.marks if toolbox else ()
         self._shown: dict[int, int] = {}  # characters of each answer that were sent, if it may have calls
 
     def choice(self, index: int, answers: Answers) -> dict[str, Any]:

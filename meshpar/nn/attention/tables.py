@@ -1,8 +1,9 @@
-"""Tables of the block pairs that each device computes if rows are sharded: one table for each hop.
+"""Tables of the pairs (block of queries, block of keys) that attention computes, in order.
 
-At hop h a device computes with the keys of the shard that is h places before its own. A table depends only on the
-distance between queries and keys in chunks, so there are few different tables. They are NumPy arrays and need no
-devices; `shards` runs them.
+A pair without a visible token is not in the table, so it costs nothing, forward or backward. If rows are sharded, there
+is a table for each hop: at hop h a device computes with the keys of the shard that is h places before its own. A table
+depends only on the distance between queries and keys in chunks, so there are few different ones. They are NumPy arrays
+and need no devices; `online_softmax` and `shards` run them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,122 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshpar.nn.attention.block_pairs import BlockGrid, Grids, all_pairs, visible_pairs
 from meshpar.nn.attention.core import needed_scores
 from meshpar.parallel.sequence import SequenceLayout
 
 MANY_BLOCKS = 8
 """If a row on one device has at least this many blocks, the blocks on its diagonal are computed in halves."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Cuts a sequence into blocks of one size.
+
+    If the size does not divide the sequence, the last block overlaps the block before it, and a mask excludes the
+    tokens that belong to that block. Nothing is padded.
+
+    Args:
+      seq_len: the number of tokens.
+      most: the largest block size allowed.
+
+    >>> BlockGrid(1000, 128)
+    BlockGrid(seq_len=1000, most=128)
+    >>> BlockGrid(1000, 128).size, BlockGrid(1000, 128).num_blocks
+    (125, 8)
+    """
+
+    seq_len: int
+    most: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.seq_len // self.most)
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return -(-self.seq_len // self.num_blocks)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last block overlaps the one before it."""
+        return self.num_blocks * self.size != self.seq_len
+
+    def start(self, block: np.ndarray) -> np.ndarray:
+        """The index of the first token that each block reads."""
+        return np.minimum(block * self.size, self.seq_len - self.size)
+
+
+class Grids(NamedTuple):
+    """The blocks of queries and those of keys, whose sequences may have different lengths.
+
+    >>> Grids(*[BlockGrid(384, 128)] * 2).rows(np.array([[2, 1]])).tolist()
+    [[256, 128, 256, 128]]
+    """
+
+    queries: BlockGrid
+    keys: BlockGrid
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.queries.is_ragged or self.keys.is_ragged
+
+    def rows(self, pairs: np.ndarray, chunks: tuple[int, int] = (0, 0)) -> np.ndarray:
+        """Converts block indices [pair, 2] to rows of a table.
+
+        Args:
+          chunks: which chunk of its array the queries are, and the keys, if the arrays contain several.
+
+        Returns:
+          int32[pair, 4]: for queries and for keys the first token that the pair reads, then for both the first token
+          that belongs to the block. The two differ only for the last block of a ragged grid.
+        """
+        places = list(zip(self, pairs.T, chunks, strict=True))
+        read = [grid.start(block) + chunk * grid.seq_len for grid, block, chunk in places]
+        own = [block * grid.size + chunk * grid.seq_len for grid, block, chunk in places]
+        return np.stack([*read, *own], axis=1).astype(np.int32)
+
+
+def visible_pairs(grid: BlockGrid, chunks_apart: int = 0, window: Any = None) -> np.ndarray:
+    """All pairs of blocks in which some query attends to some key.
+
+    The queries and the keys are chunks of one longer sequence; each chunk is divided by the grid. The pairs of a query
+    block are consecutive, with the nearest keys first.
+
+    Args:
+      chunks_apart: by how many chunks the queries are after the keys.
+      window: how many tokens a query attends to. Only an int excludes pairs: an array is known only on the device.
+
+    Returns:
+      int64[pair, 2] (block of queries, block of keys).
+
+    >>> visible_pairs(BlockGrid(384, 128)).tolist()
+    [[0, 0], [1, 1], [1, 0], [2, 2], [2, 1], [2, 0]]
+    >>> visible_pairs(BlockGrid(384, 128), window=100).tolist()
+    [[0, 0], [1, 1], [1, 0], [2, 2], [2, 1]]
+    >>> visible_pairs(BlockGrid(384, 128), chunks_apart=1, window=100).tolist()
+    [[0, 2]]
+    """
+    last = grid.num_blocks - 1
+    before = chunks_apart * grid.num_blocks
+    pairs = np.array([(q, k) for q in range(last + 1) for k in range(min(q + before, last), -1, -1)]).reshape(-1, 2)
+    nearest = chunks_apart * grid.seq_len + (pairs[:, 0] - pairs[:, 1]) * grid.size - (grid.size - 1)
+    return pairs[nearest < window] if isinstance(window, int) else pairs
+
+
+def num_visible_pairs(grid: BlockGrid, window: Any = None) -> int:
+    """How many pairs `visible_pairs` has, for rows of any length.
+
+    >>> num_visible_pairs(BlockGrid(384, 128), window=100), num_visible_pairs(BlockGrid(2**31, 128))
+    (5, 140737496743936)
+    """
+    blocks = grid.num_blocks
+    distances = min(blocks, -(-(window + grid.size - 1) // grid.size)) if isinstance(window, int) else blocks
+    return distances * blocks - distances * (distances - 1) // 2
 
 
 @dataclass(frozen=True)
@@ -79,13 +187,15 @@ class ShardTables:
 
     def _table(self, apart: np.ndarray) -> np.ndarray:
         rows = [np.empty((0, 4), np.int32)]
-        for (q, k), distance in np.ndenumerate(apart):
+        for chunks, distance in np.ndenumerate(apart):
             if not self.is_causal:
-                rows.append(self.grids.rows(all_pairs(self.grids), (q, k)))
+                nearest_first = range(self.grids.keys.num_blocks - 1, -1, -1)
+                pairs = np.array([(q, k) for q in range(self.grid.num_blocks) for k in nearest_first])
+                rows.append(self.grids.rows(pairs, chunks))
             elif distance >= 0:
                 pairs = visible_pairs(self.grid, int(distance), self.window)
                 on_diagonal = (pairs[:, 0] == pairs[:, 1]) & (distance == 0) & (self.halves is not None)
-                rows.append(self.grids.rows(pairs[~on_diagonal], (q, k)))
+                rows.append(self.grids.rows(pairs[~on_diagonal], chunks))
         return np.concatenate(rows)
 
     @cached_property
@@ -106,7 +216,7 @@ class ShardTables:
             return np.empty((0, 4), np.int32)
         pairs = visible_pairs(self.halves, 0, self.window)
         blocks = range(self.layout.chunks.shape[1] * self.grid.num_blocks)
-        return np.concatenate([Grids.of(self.halves).rows(pairs, (block, block)) for block in blocks])
+        return np.concatenate([Grids(self.halves, self.halves).rows(pairs, (block, block)) for block in blocks])
 
     @cached_property
     def hops(self) -> list[int]:
