@@ -51,7 +51,8 @@ class Cohort(NamedTuple):
     """The clients of a round, as arrays for the devices.
 
     Args:
-      clients: int [K], the index of each client; -1 for padding.
+      clients: int32 [K], the index of each client; -1 for padding.
+      place: int32 [K], its index in the cohort.
       x: [K, S, ...], their examples.
       y: int32 [K, S].
       order: int32 [K, T, B], the examples of each step; -1 for none.
@@ -60,6 +61,7 @@ class Cohort(NamedTuple):
     """
 
     clients: np.ndarray
+    place: np.ndarray
     x: np.ndarray
     y: np.ndarray
     order: np.ndarray
@@ -106,7 +108,7 @@ class Draw:
         """The cohort of a round, padded to `num` clients."""
         rng = np.random.default_rng([self.seed, round_])
         chosen = rng.choice(len(self.owned), self.per_round, replace=False)
-        clients = np.concatenate([chosen, np.full(num - self.per_round, -1)])
+        clients = np.concatenate([chosen, np.full(num - self.per_round, -1)]).astype(np.int32)
         largest = self.largest
         x = np.zeros((num, largest, *self.examples.x.shape[1:]), self.dtype)
         y = np.zeros((num, largest), np.int32)
@@ -127,7 +129,8 @@ class Draw:
                 order[place, int(self.stragglers.work * len(steps)) :] = -1
                 is_dropped |= self.stragglers.late == "drop"
             size[place] = 0 if is_dropped else len(own)
-        return Cohort(clients, x, y, order, self._weight(size).astype(self.dtype), is_slow)
+        place = np.arange(num, dtype=np.int32)
+        return Cohort(clients, place, x, y, order, self._weight(size).astype(self.dtype), is_slow)
 
     def _steps(self, num_examples: int, rng: np.random.Generator) -> np.ndarray:
         """int [steps, B], the examples of each step of a client; -1 for none."""

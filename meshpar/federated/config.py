@@ -54,7 +54,8 @@ class Federated(Config):
     seed: Seed = 0
     """Determines the first parameters, cohorts, orders of examples and noise."""
     run_dir: FilePath
-    """Local directory for records and the last parameters, relative to the working directory."""
+    """Local directory for records, checkpoints and the last parameters, relative to the working directory. A run
+    resumes from the last checkpoint in it."""
     eval_every: Positive = 10
     """Rounds between evaluations on held-out examples."""
 

@@ -109,7 +109,7 @@ class Loop:
     """
 
     step: Step
-    evaluate: Evaluation
+    evaluate: Evaluation | None
     train: Reads
     held_out: Reads | None
     recorder: Recorder
