@@ -203,7 +203,8 @@ def fit(*subject: Any, **options: Any) -> TrainState | Steps:
     `fit(run, *, json=False, profile=None, dump_hlo=None, callbacks=(), signals=False, steps=False)` trains a run, or
     that of a config file.
     `fit(model, loss, data, *, tx, mesh, rules, batch_size, num_steps, run_dir, ...)` trains a Flax model, with `model`,
-    `loss` and all options as `training` takes them. `fit(training, data=data, ...)` trains a `Training`. These take
+    `loss` and all options as `training` takes them. `fit(training, data=data, ...)` trains what `training` or
+    `meshpar.tables.training` returns. These take
     `held_out`, `log_every`, `eval_every`, `checkpoints`, `early_stopping`, `max_skipped_steps`, `check_replicas_every`
     and `loggers` too, which have the meanings of a config's keys.
 

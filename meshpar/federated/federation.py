@@ -133,7 +133,7 @@ class Federation:
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype), one)
         server, key = _structs((server, key), self._whole)
         states = _structs(states, self._sharded)
-        group = ClientGroup(**{name: self.batch[name] for name in ClientGroup._fields[:-1]}, state=states)
+        group = ClientGroup.of(self.batch, states)
         results = jax.eval_shape(self.round.program, server, group, key)[1]
         out = shardings(server), jax.tree.map(lambda _: self._sharded, results)
         return compile_program(trace(self.round.program, (server, group, key), out), options)

@@ -124,9 +124,9 @@ class FedAdam(Method):
             mean = jax.tree.map(jnp.zeros_like, params)
             return {"mean": mean, "square": jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params)}
 
-        def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-            means = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state["mean"], grads)
-            squares = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state["square"], grads)
+        def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+            means = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state["mean"], updates)
+            squares = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state["square"], updates)
             steps = jax.tree.map(lambda m, v: -(self.server_lr * m) / (jnp.sqrt(v) + self.tau), means, squares)
             return steps, {"mean": means, "square": squares}
 

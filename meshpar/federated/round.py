@@ -7,9 +7,9 @@ a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,10 @@ class ClientGroup(NamedTuple):
     order: jax.Array
     weight: jax.Array
     state: Tree
+
+    @classmethod
+    def of(cls, cohort: Mapping[str, Any], state: Tree) -> Self:
+        return cls(*(cohort[name] for name in cls._fields[:-1]), state)  # pyright: ignore
 
 
 class Results(NamedTuple):

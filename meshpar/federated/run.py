@@ -69,7 +69,6 @@ def fit(config: Federated, *, json: bool = False, signals: bool = False) -> Any:
         state = _begun(trained, saved)
         loop = Loop(
             step=trained.compile_step(),
-            evaluate=None,
             train=trained,
             held_out=None,
             recorder=records,

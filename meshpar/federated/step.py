@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from meshpar.train.step import Metrics, Step
 CLIENTS = "clients"
 """The key in `TrainState.carried` of what the method carries for each client."""
 ROUNDS = "rounds"
-"""The key in `TrainState.carried` of the counts of each client: rounds in which it took part, sent nothing, was slow."""
+"""The key in `TrainState.carried` of counts by client: in how many rounds it took part, sent nothing, was slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ class RoundStep(Step):
         """The state after a round, and its results by client, on the host, with padding."""
         clients, weight, is_slow = jax.device_get((batch["clients"], batch["weight"], batch["is_slow"]))
         index, skipped, carried = jax.device_get((state.step, state.skipped, state.carried))
-        sharding = batch["weight"].sharding
+        sharding: Any = batch["weight"].sharding
         own = jax.device_put(jax.tree.map(lambda x: x[clients], carried[CLIENTS]), sharding)
-        group = ClientGroup(*(batch[name] for name in ClientGroup._fields[:-1]), own)
+        group = ClientGroup.of(batch, own)
         with jax.transfer_guard_host_to_device("allow"):
             key = jax.device_put(jax.random.fold_in(jax.random.key(self.seed), index + 1), whole(sharding.mesh))
         before = Server(state.params, state.opt_state)

@@ -141,6 +141,16 @@ class Training:
         check_fragments(local.fragments, alone.trained)
         return place_slices(alone, place_opt_state(alone.trained, local.outer.build(), self.mesh), local)
 
+    @property
+    def structs(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s with shardings."""
+        return self.placement.structs
+
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Path -> names of the dims, of each array of the state that has dims."""
+        return self.placement.dims
+
     @cached_property
     def slice_placement(self) -> StatePlacement:
         """The placement of the state of a slice that trains alone; without local updates `placement`."""
