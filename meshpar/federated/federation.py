@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.federated.cohort import Cohort, Draw
-from meshpar.federated.config import Federated
+from meshpar.federated.config import AXES, Federated
 from meshpar.federated.data import Examples
 from meshpar.federated.model import Model
-from meshpar.federated.round import AXES, ClientGroup, Results, Round, Server
+from meshpar.federated.round import ClientGroup, Results, Round, Server
 from meshpar.federated.step import CLIENTS, ROUNDS, RoundStep
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import AnyMesh
@@ -61,34 +61,11 @@ class Federation:
     @cached_property
     def round(self) -> Round:
         """The program of a round."""
-        config = self.config
-        return Round(
-            mesh=self.mesh,
-            model=self.model,
-            method=config.method,
-            lr=config.local.lr,
-            per_round=config.clients_per_round,
-            num_clients=len(self.owned),
-            at_once=config.clients_at_once,
-            privacy=config.privacy,
-            secure=config.secure_sum,
-        )
+        return Round(self.config, self.mesh, self.model, len(self.owned))
 
-    @cached_property
-    def draw(self) -> Draw:
-        """Draws the clients of each round."""
-        config = self.config
-        return Draw(
-            examples=self.examples,
-            owned=self.owned,
-            local=config.local,
-            per_round=config.clients_per_round,
-            weights=config.weighting,
-            dropout=config.dropout,
-            stragglers=config.stragglers,
-            seed=config.seed,
-            dtype=config.dtype,
-        )
+    def cohort(self, number: int) -> Cohort:
+        """The clients of a round, with padding."""
+        return Draw(self.config, self.examples, self.owned).cohort(number, self.round.num_padded)
 
     def init(self) -> Server:
         """The first parameters, and the first state of the server."""
@@ -115,14 +92,14 @@ class Federation:
         step, state = self.compile_step(options), self.first_state(server)
         everyone = np.arange(self.round.num_padded)
         for number in range(1, self.config.num_rounds + 1):
-            cohort = self.draw.cohort(number, self.round.num_padded)
+            cohort = self.cohort(number)
             state, results = step.play(state, put(cohort._asdict(), step.batch, everyone))
             yield Played(number, cohort, Server(state.params, state.opt_state), results)
 
     def batches(self, start: int = 0, rows: Any = None) -> Generator[dict[str, np.ndarray], None, None]:
         """The cohorts from the round `start + 1` on, as batches of a training whose rows are clients."""
         for number in range(start + 1, self.config.num_rounds + 1):
-            yield self.draw.cohort(number, self.round.num_padded)._asdict()
+            yield self.cohort(number)._asdict()
 
     def compile(self, options: dict[str, Any] | None = None) -> Program:
         """Compiles the program of a round."""
@@ -141,7 +118,7 @@ class Federation:
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a cohort, as structs with shardings."""
-        return _structs(self.draw.cohort(1, self.round.num_padded)._asdict(), self._sharded)
+        return _structs(self.cohort(1)._asdict(), self._sharded)
 
     def compile_step(self, options: dict[str, Any] | None = None) -> RoundStep:
         """Compiles a round as the step of a training."""
