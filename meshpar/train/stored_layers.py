@@ -146,30 +146,26 @@ def has_stacks(specs: Any) -> bool:
     return any(spec.dims[:1] == (LAYERS,) and spec.shape[0] > 1 for spec in jax.tree.leaves(specs))
 
 
-def cut_specs(specs: Any) -> Any:
-    """A tree of `ArraySpec` with a list of specs [1, ...], one per layer, for each stack [layers, ...]."""
+def cut_loss(loss: Callable[..., Any], specs: Any) -> tuple[Callable[..., Any], Any]:
+    """A loss of parameters without stacks, and their specs: for each stack a list of [1, ...], one per layer.
 
-    def one(spec: Any) -> Any:
-        if spec.dims[:1] != (LAYERS,):
-            return spec
-        return [replace(spec, shape=(1, *spec.shape[1:]))] * spec.shape[0]
-
-    return jax.tree.map(one, specs)
-
-
-def with_stacks(loss: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """Wraps a loss for parameters in lists. XLA removes the stacks, because the loss reads each layer alone.
+    XLA removes the stacks that the new loss makes, because the loss reads each layer alone.
 
     Args:
       loss: (params, ...) -> a result, of parameters in stacks.
       specs: tree of `ArraySpec`, of parameters in stacks.
     """
 
+    def cut(spec: Any) -> Any:
+        if spec.dims[:1] != (LAYERS,):
+            return spec
+        return [replace(spec, shape=(1, *spec.shape[1:]))] * spec.shape[0]
+
     def of_lists(params: Any, *rest: Any) -> Any:
         stacked = jax.tree.map(lambda _, x: jnp.concatenate(x) if isinstance(x, list) else x, specs, params)
         return loss(stacked, *rest)
 
-    return of_lists
+    return of_lists, jax.tree.map(cut, specs)
 
 
 def _cut(stack: jax.Array, placed: Placement | list[Placement]) -> Any:

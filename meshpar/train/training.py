@@ -44,8 +44,7 @@ from meshpar.train.stage_cut import describe_cut, product_flops
 from meshpar.train.stale_weights import StaleWeights
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
-from meshpar.train.stored_layers import LAYERS, LayerArrays, LayerOrder, StoredLayers
-from meshpar.train.stored_layers import cut_specs, has_stacks, with_stacks
+from meshpar.train.stored_layers import LAYERS, LayerArrays, LayerOrder, StoredLayers, cut_loss, has_stacks
 from meshpar.train.strategy import Strategy, of_loss
 
 
@@ -302,8 +301,8 @@ class Training:
     @property
     def _with_own_arrays(self) -> Self:
         """The same training of a model whose layers are parameters of their own."""
-        loss = with_stacks(self.loss, self.specs)
-        return replace(self, specs=cut_specs(self.specs), loss=loss)
+        loss, specs = cut_loss(self.loss, self.specs)
+        return replace(self, specs=specs, loss=loss)
 
     @property
     def stored_layers(self) -> StoredLayers | None:
