@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, NoCache, Overrides, app, leave, use_cache
+from meshpar.cli.app import AsJson, ConfigFile, Devices, NoCache, Overrides, app, leaving, use_cache
 
 
 @app.command()
@@ -18,14 +18,10 @@ def federated(
     The run directory receives the records, with results by client, checkpoints and the last parameters. `meshpar plot`
     draws the records. SIGINT or SIGTERM ends the run after the current round, with a checkpoint and exit code 75.
     """
-    from meshpar.errors import RunError
     from meshpar.federated import run
-    from meshpar.train.loop.signals import Interrupted
 
     loaded = run.load(config, overrides or [])
     loaded.mesh.simulate(devices)
     use_cache(no_cache)
-    try:
+    with leaving():
         run.fit(loaded, json=json, signals=True)
-    except (RunError, Interrupted) as ended:
-        leave(ended.exit_code, str(ended))

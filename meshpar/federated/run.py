@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from meshpar.records.metrics import Recorder, recorder
 from meshpar.train.loop.loop import Loop
 from meshpar.train.loop.signals import Signals
 from meshpar.train.state import TrainState
-from meshpar.tree import flatten_with_paths
+from meshpar.tree import flatten_with_paths, map_with_path
 
 PARAMS = "params.npz"
 """The file of the last parameters in a run directory."""
@@ -100,7 +100,11 @@ def _begun(trained: Federation, saved: Checkpoints) -> TrainState:
         return jax.tree.map(_struct, first)
 
     source = saved.newest(structs)
-    return source.restore(structs(source)) if source else first
+    if source is None:
+        return first
+    restored = source.restore(structs(source), exclude=["carried.**"])
+    of_clients = map_with_path(lambda path, _: source.on_host(f"carried.{path}"), first.carried)
+    return replace(restored, carried=of_clients)
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
