@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from meshpar.errors import ConfigError, printable
+from meshpar.errors import ConfigError, RunError, printable
 from meshpar.regular_files import remote
 from meshpar.store import local
 
@@ -135,6 +135,17 @@ def leave(code: int, text: str) -> NoReturn:
     typer.echo(f"meshpar: {printable(text)}", err=True)
     sys.stdout.flush()
     os._exit(code)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Ends the process as a run within ends, if that fails or a signal stops it."""
+    from meshpar.train.loop.signals import Interrupted
+
+    try:
+        yield
+    except (RunError, Interrupted) as ended:
+        leave(ended.exit_code, str(ended))
 
 
 def write(option: str, path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, echo, leave, use_cache
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, echo, leaving, use_cache
 from meshpar.errors import ConfigError
 
 WORKER = "chaos-worker"
@@ -34,7 +34,6 @@ def chaos(
     from meshpar.chaos import trial
     from meshpar.chaos.faults import FAULTS, plan
     from meshpar.experiment.config import load
-    from meshpar.train.loop.signals import Interrupted
 
     kinds = faults.split(",")
     unknown = sorted(set(kinds) - FAULTS.keys())
@@ -59,11 +58,9 @@ def chaos(
     command = [WORKER, str(config), *(overrides or []), *settings, f"--devices={total}"]
     setup = trial.Setup(run, command, processes, total, run.run_dir)
     planned = plan(kinds, run.num_steps, seed)
-    try:
+    with leaving():
         expected = trial.undisturbed(setup)
         result = trial.compare(expected, trial.disturbed(setup, planned, seed), len(planned))
-    except Interrupted as ended:
-        leave(ended.exit_code, str(ended))
     echo(result, json)
     raise typer.Exit(1 if result.differences else 0)
 
@@ -71,10 +68,8 @@ def chaos(
 @app.command(WORKER, hidden=True)
 def chaos_worker(config: ConfigFile, overrides: Overrides = None, devices: Devices = None) -> None:
     """A process of `meshpar chaos`."""
-    from meshpar.errors import RunError
     from meshpar.experiment.config import load
     from meshpar.mesh.join import join
-    from meshpar.train.loop.signals import Interrupted
 
     run = load(config, overrides or [])
     join()
@@ -82,7 +77,5 @@ def chaos_worker(config: ConfigFile, overrides: Overrides = None, devices: Devic
     use_cache(False)
     from meshpar.chaos.worker import train
 
-    try:
+    with leaving():
         train(run)
-    except (RunError, Interrupted) as ended:
-        leave(ended.exit_code, str(ended))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, echo, leave
+from meshpar.cli.app import AsJson, ConfigFile, Devices, Overrides, app, echo, leaving
 
 
 @app.command()
@@ -31,13 +31,10 @@ def sweep(
     from meshpar.errors import ConfigError
     from meshpar.mesh.join import place
     from meshpar.sweep.sweep import sweep as train_all
-    from meshpar.train.loop.signals import Interrupted
 
     if place() is not None:
         raise ConfigError("sweep starts processes of its own: run it without a launcher")
-    try:
+    with leaving():
         swept = train_all(config, overrides or [], parallel, metric, best, devices)
-    except Interrupted as stopped:
-        leave(stopped.exit_code, str(stopped))
     echo(swept, json)
     raise typer.Exit(1 if any(outcome.why for outcome in swept.outcomes) else 0)

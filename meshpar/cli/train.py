@@ -16,11 +16,11 @@ from meshpar.cli.app import (
     app,
     check_file,
     check_folder,
-    leave,
+    leaving,
     use_cache,
     writing,
 )  # fmt: skip
-from meshpar.errors import ConfigError, RunError
+from meshpar.errors import ConfigError
 
 LOCAL = "127.0.0.1"
 
@@ -48,7 +48,6 @@ def train(
     from meshpar.experiment.config import load
     from meshpar.mesh.join import join
     from meshpar.records.loggers import Prometheus
-    from meshpar.train.loop.signals import Interrupted
 
     loaded = load(config, overrides or [])
     if metrics_host != LOCAL and not metrics_port:
@@ -65,7 +64,5 @@ def train(
     join()
     loaded.mesh.simulate(devices)
     use_cache(no_cache)
-    try:
+    with leaving():
         actions.fit(loaded, json=json, profile=profile, dump_hlo=dump_hlo, signals=True)
-    except (RunError, Interrupted) as ended:
-        leave(ended.exit_code, str(ended))

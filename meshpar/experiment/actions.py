@@ -159,29 +159,7 @@ def fit(
 
 
 @overload
-def fit(
-    run: Run | Path | str,
-    *,
-    json: bool = False,
-    profile: Path | str | None = None,
-    dump_hlo: Path | str | None = None,
-    callbacks: Sequence[Any] = (),
-    signals: bool = False,
-    steps: Literal[True],
-) -> Steps: ...
-
-
-@overload
-def fit(
-    model: Any,
-    loss: Callable[..., Any] | None = None,
-    data: Data | None = None,
-    *,
-    num_steps: int,
-    run_dir: Path | str,
-    steps: Literal[True],
-    **options: Any,
-) -> Steps: ...
+def fit(*subject: Any, steps: Literal[True], **options: Any) -> Steps: ...
 
 
 @overload
@@ -203,9 +181,10 @@ def fit(*subject: Any, **options: Any) -> TrainState | Steps:
     `fit(run, *, json=False, profile=None, dump_hlo=None, callbacks=(), signals=False, steps=False)` trains a run, or
     that of a config file.
     `fit(model, loss, data, *, tx, mesh, rules, batch_size, num_steps, run_dir, ...)` trains a Flax model, with `model`,
-    `loss` and all options as `training` takes them. `fit(training, data=data, ...)` trains a `Training`. These take
-    `held_out`, `log_every`, `eval_every`, `checkpoints`, `early_stopping`, `max_skipped_steps`, `check_replicas_every`
-    and `loggers` too, which have the meanings of a config's keys.
+    `loss` and all options as `training` takes them. `fit(training, data=data, ...)` trains what `training` or
+    `meshpar.tables.training` returned. These take `held_out`, `log_every`, `eval_every`, `checkpoints`,
+    `early_stopping`, `max_skipped_steps`, `check_replicas_every` and `loggers` too, which have the meanings of a
+    config's keys.
 
     Args:
       run: a run, or the path of a config file.

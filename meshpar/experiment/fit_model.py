@@ -26,8 +26,10 @@ from meshpar.progress import say
 from meshpar.records.loggers import Logger
 from meshpar.records.metrics import Recorder, recorder
 from meshpar.regular_files import remote
+from meshpar.tables.in_loop import TablesInLoop
+from meshpar.tables.training import TableTraining
 from meshpar.train import announce
-from meshpar.train.begin import Beginning, saved_structs
+from meshpar.train.begin import Beginning, Trainable, saved_structs
 from meshpar.train.loop.events import events_of
 from meshpar.train.loop.loop import Loop, Shown, Steps, result
 from meshpar.train.loop.signals import Signals
@@ -35,6 +37,9 @@ from meshpar.train.loop.stopping import EarlyStopping
 from meshpar.train.state import TrainState
 from meshpar.train.step import Step
 from meshpar.train.training import Training
+
+TRAININGS = (Training, TableTraining)
+"""What `fit` trains as it is; of anything else, a Flax model, it makes a `Training`."""
 
 
 def fit_model(
@@ -68,17 +73,19 @@ def fit_model(
     assert data is not None, "checked above"
     reads = batches(data, batch_size, seed)
     example = reads[0]
-    made = subject
-    if not isinstance(subject, Training):
+    if isinstance(subject, TRAININGS):
+        if options:
+            what = f"the {type(subject).__name__} that is fitted has these already; pass them to training"
+            raise ConfigError(f"{', '.join(options)}: {what}")
+        made: Trainable = TablesInLoop(subject, seed) if isinstance(subject, TableTraining) else subject
+    else:
         assert loss is not None, "checked above"
         made = training(subject, loss, tx, example, num_steps=num_steps, seed=seed, **options)
-    elif options:
-        raise ConfigError(f"{', '.join(options)}: the Training that is fitted has these already; pass them to training")
     size = next(iter(example.values())).shape[0]
     evaluated = held_out_batches(held_out, size)
     config = {"num_steps": num_steps, "batch_size": size, "seed": seed}
     check_same({"config": config})
-    about = CheckpointMetadata(config, made.placement.dims, seed, size)
+    about = CheckpointMetadata(config, made.dims, seed, size)
     settings = {
         "early_stopping": None if early_stopping is None else EarlyStopping.model_validate(early_stopping),
         "callbacks": callbacks,
@@ -112,7 +119,7 @@ def fit_model(
 
 
 def _begun(
-    made: Training, saved: Checkpoints, records: Recorder, config: dict[str, Any], run_dir: Path
+    made: Trainable, saved: Checkpoints, records: Recorder, config: dict[str, Any], run_dir: Path
 ) -> tuple[Step, TrainState]:
     """The compiled step, and the state of the last checkpoint or the first one."""
     source = saved.newest(partial(saved_structs, made))
@@ -142,10 +149,10 @@ def _checked(
     retention: Any,
 ) -> tuple[Path, Retention]:  # fmt: skip
     problems = Problems()
-    is_training = isinstance(subject, Training)
+    is_training = isinstance(subject, TRAININGS)
     for name, value in {"loss": loss, "tx": tx}.items():
         if is_training == (value is not None):
-            what = "the Training that is fitted has one" if is_training else "it is missing"
+            what = f"the {type(subject).__name__} that is fitted has one" if is_training else "it is missing"
             problems.add(name, what, f"no {name}" if is_training else f"pass {name}=")
     if data is None:
         problems.add("data", "it is missing", "pass data=, a dict of arrays, or a function: step -> batch")

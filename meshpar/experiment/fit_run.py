@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -39,7 +39,7 @@ from meshpar.records.metrics import Recorder, recorder
 from meshpar.regular_files import remote
 from meshpar.train import announce
 from meshpar.train.begin import Beginning
-from meshpar.train.copies.copies import Copies, opened
+from meshpar.train.copies.copies import Copies
 from meshpar.train.evaluate import LazyEvaluation
 from meshpar.train.loop.events import events_of
 from meshpar.train.loop.loop import Loop, Shown, Steps, result
@@ -205,7 +205,7 @@ class _Fit:
         if run.checkpoints.memory_every is None:
             return nullcontext()
         fixed = {"config": self.about.config, "data files": self.about.files, "order": order.as_json()}
-        return opened(run.run_dir, run.run_dir / FILE, self.prepared.placement.structs, fixed)
+        return closing(Copies(run.run_dir, run.run_dir / FILE, self.prepared.placement.structs, fixed))
 
     def _say_end(self, first: int, end: int, restored: dict[str, Any]) -> None:
         run = self.run

@@ -5,8 +5,7 @@
 'fedavg'
 """
 
-from meshpar.federated.cohort import Local, Stragglers
-from meshpar.federated.config import Federated
+from meshpar.federated.config import Federated, Local, Stragglers
 from meshpar.federated.data import Clients, Clusters, Digits, Dirichlet
 from meshpar.federated.federation import Federation, federation
 from meshpar.federated.methods import FedAdam, FedAvg, FedProx, Scaffold

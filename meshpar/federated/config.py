@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from meshpar.config import Coerced, Config, FilePath, Positive, Section, Seed, default
-from meshpar.federated.cohort import Local, Probability, Stragglers
 from meshpar.federated.data import AnySource, Clients
 from meshpar.federated.methods import AnyMethod, FedAvg, Scaffold
 from meshpar.federated.model import Classifier
 from meshpar.federated.privacy import Privacy
-from meshpar.federated.round import AXES
 from meshpar.federated.secure import SecureSum
 from meshpar.mesh.layout import MeshLayout
+
+AXES = ("data",)
+"""The axes over which clients are sharded."""
+Probability = Annotated[float, pydantic.Field(ge=0, le=1)]
+
+
+class Local(Config):
+    """The local training of a client: SGD."""
+
+    lr: Annotated[float, pydantic.Field(gt=0)]
+    """The learning rate."""
+    epochs: Positive = 1
+    """Passes over the client's examples in a round."""
+    batch_size: Positive = 10
+    """Examples per step; the last step of an epoch may have fewer."""
+
+    def num_steps(self, num_examples: int) -> int:
+        return self.epochs * math.ceil(num_examples / self.batch_size)
+
+
+class Stragglers(Config):
+    """Clients that are too slow to complete their local training."""
+
+    rate: Probability
+    """The probability that a client is slow in a round."""
+    work: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.5
+    """The fraction of its steps that a slow client makes; their number is rounded down."""
+    late: Literal["use", "drop"] = "use"
+    """Whether the server uses the update of a slow client, or drops it."""
 
 
 class Federated(Config):
@@ -54,7 +82,7 @@ class Federated(Config):
     seed: Seed = 0
     """Determines the first parameters, cohorts, orders of examples and noise."""
     run_dir: FilePath
-    """Local directory for records and the last parameters."""
+    """Local directory for records, checkpoints and the last parameters. A run resumes from its last checkpoint."""
     eval_every: Positive = 10
     """Rounds between evaluations on held-out examples."""
 
@@ -79,7 +107,7 @@ class Federated(Config):
 
     @property
     def weighting(self) -> Literal["examples", "uniform", "fixed"]:
-        """How updates are weighted, see `cohort.Draw`."""
+        """How updates are weighted, `fixed`: by 1 / clients_per_round."""
         if self.privacy:
             return "fixed"
         return self.weights or ("uniform" if isinstance(self.method, Scaffold) else "examples")

@@ -1,8 +1,8 @@
-"""Runs the rounds of a federation, and evaluates its model for the server and for each client."""
+"""A federation on a mesh: its rounds as the steps of a training, and the evaluation of its model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,13 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.federated.cohort import Cohort, Draw
-from meshpar.federated.config import Federated
+from meshpar.federated.config import AXES, Federated
 from meshpar.federated.data import Examples
 from meshpar.federated.model import Model
-from meshpar.federated.round import AXES, ClientGroup, Results, Round, Server
+from meshpar.federated.round import ClientGroup, Results, Round, Server
+from meshpar.federated.step import CLIENTS, ROUNDS, RoundStep
 from meshpar.mesh.layout import MeshLayout
 from meshpar.sharding.resolve import AnyMesh
+from meshpar.train.loop.feed import put
 from meshpar.train.program import WHOLE, Program, compile_program, shardings, trace
+from meshpar.train.state import TrainState
 
 Tree = Any
 
@@ -38,12 +41,6 @@ class Played(NamedTuple):
     cohort: Cohort
     server: Server
     results: Results
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of the local steps, by the clients' weights; NaN if no client sent anything."""
-        weight = self.cohort.weight
-        return float((weight * self.results.loss).sum() / weight.sum()) if weight.sum() else float("nan")
 
 
 @dataclass(frozen=True)
@@ -64,38 +61,24 @@ class Federation:
     @cached_property
     def round(self) -> Round:
         """The program of a round."""
-        config = self.config
-        return Round(
-            mesh=self.mesh,
-            model=self.model,
-            method=config.method,
-            lr=config.local.lr,
-            per_round=config.clients_per_round,
-            num_clients=len(self.owned),
-            at_once=config.clients_at_once,
-            privacy=config.privacy,
-            secure=config.secure_sum,
-        )
+        return Round(self.config, self.mesh, self.model, len(self.owned))
 
-    @cached_property
-    def draw(self) -> Draw:
-        """Draws the clients of each round."""
-        config = self.config
-        return Draw(
-            examples=self.examples,
-            owned=self.owned,
-            local=config.local,
-            per_round=config.clients_per_round,
-            weights=config.weighting,
-            dropout=config.dropout,
-            stragglers=config.stragglers,
-            seed=config.seed,
-            dtype=config.dtype,
-        )
+    def cohort(self, number: int) -> Cohort:
+        """The clients of a round, with padding."""
+        return Draw(self.config, self.examples, self.owned).cohort(number, self.round.num_padded)
 
     def init(self) -> Server:
         """The first parameters, and the first state of the server."""
         return jax.device_put(jax.jit(self._first)(jax.random.key(self.config.seed)), self._whole)
+
+    def first_state(self, server: Server) -> TrainState:
+        """The state before the first round. What clients carry from round to round is on the host, see `RoundStep`."""
+        one = jax.device_get(self.config.method.init_client(server.params))
+        num = len(self.owned)
+        own = jax.tree.map(lambda x: np.tile(x, (num, *[1] * x.ndim)), one)
+        counts = {name: np.zeros(num, np.int32) for name in ("rounds", "dropped", "slow")}
+        zero = np.zeros((), np.int32)
+        return TrainState(zero, server.params, server.state, zero, {CLIENTS: own, ROUNDS: counts})
 
     def play(self, server: Server, options: dict[str, Any] | None = None) -> Iterator[Played]:
         """Computes all rounds, one at each iteration. A round in which no client sends anything changes nothing.
@@ -106,32 +89,41 @@ class Federation:
 
         Communication: that of `Round.program` in each round.
         """
-        one = jax.device_get(self.config.method.init_client(server.params))
-        states = jax.tree.map(lambda x: np.tile(x, (len(self.owned), *[1] * x.ndim)), one)
-        key = jax.random.key(self.config.seed)
-        program = self.compile(options)
+        step, state = self.compile_step(options), self.first_state(server)
+        everyone = np.arange(self.round.num_padded)
         for number in range(1, self.config.num_rounds + 1):
-            cohort = self.draw.cohort(number, self.round.num_padded)
-            group = jax.device_put(_group(cohort, states), self._sharded)
-            after, results = program(server, group, jax.device_put(jax.random.fold_in(key, number), self._whole))
-            results = jax.device_get(results)
-            server = after if cohort.sent.any() else server
-            for state, new in zip(jax.tree.leaves(states), jax.tree.leaves(results.state), strict=True):
-                state[cohort.clients[cohort.sent]] = new[cohort.sent]
-            yield Played(number, cohort, server, results)
+            cohort = self.cohort(number)
+            state, results = step.play(state, put(cohort._asdict(), step.batch, everyone))
+            yield Played(number, cohort, Server(state.params, state.opt_state), results)
+
+    def batches(self, start: int = 0, rows: Any = None) -> Generator[dict[str, np.ndarray], None, None]:
+        """The cohorts from the round `start + 1` on, as batches of a training whose rows are clients."""
+        for number in range(start + 1, self.config.num_rounds + 1):
+            yield self.cohort(number)._asdict()
 
     def compile(self, options: dict[str, Any] | None = None) -> Program:
         """Compiles the program of a round."""
         key = jax.eval_shape(jax.random.key, 0)
         server = jax.eval_shape(self._first, key)
         one = jax.eval_shape(self.config.method.init_client, server.params)
-        cohort = self.draw.cohort(1, self.round.num_padded)
-        states = jax.tree.map(lambda x: np.empty((len(self.owned), *x.shape), x.dtype), one)
+        num = self.round.num_padded
+        states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape), x.dtype), one)
         server, key = _structs((server, key), self._whole)
-        group = _structs(_group(cohort, states), self._sharded)
+        states = _structs(states, self._sharded)
+        group = ClientGroup.of(self.batch, states)
         results = jax.eval_shape(self.round.program, server, group, key)[1]
         out = shardings(server), jax.tree.map(lambda _: self._sharded, results)
         return compile_program(trace(self.round.program, (server, group, key), out), options)
+
+    @cached_property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a cohort, as structs with shardings."""
+        return _structs(self.cohort(1)._asdict(), self._sharded)
+
+    def compile_step(self, options: dict[str, Any] | None = None) -> RoundStep:
+        """Compiles a round as the step of a training."""
+        config = self.config
+        return RoundStep(self.compile(options), self.batch, lr=config.local.lr, seed=config.seed)
 
     def evaluate(self, params: Tree, examples: Examples) -> tuple[np.ndarray, np.ndarray]:
         """The loss of each example [num], and whether its class is predicted correctly, bool [num]."""
@@ -153,13 +145,6 @@ class Federation:
     def _first(self, key: jax.Array) -> Server:
         params = self.model.init(key)
         return Server(params, self.config.method.init_server(params))
-
-
-def _group(cohort: Cohort, states: Tree) -> ClientGroup:
-    """The arrays of a cohort, with the states of its clients, selected from those of all clients."""
-    place = np.arange(len(cohort.clients), dtype=np.int32)
-    arrays: Any = place, cohort.x, cohort.y, cohort.order, cohort.weight
-    return ClientGroup._make([*arrays, jax.tree.map(lambda x: x[cohort.clients], states)])
 
 
 def _structs(tree: Tree, sharding: NamedSharding) -> Tree:

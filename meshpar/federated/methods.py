@@ -9,9 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 import pydantic
 
 from meshpar.config import Config
+from meshpar.train.outer import outer_step
 
 Positive = Annotated[float, pydantic.Field(gt=0)]
 Beta = Annotated[float, pydantic.Field(ge=0, lt=1)]
@@ -41,9 +43,14 @@ class Method(Config):
     server_lr: Positive = 1.0
     """Learning rate of the server."""
 
+    @property
+    def outer(self) -> optax.GradientTransformation:
+        """The optimizer of the server, whose gradient is minus the mean of the clients' updates."""
+        return optax.scale(-self.server_lr)
+
     def init_server(self, params: Tree) -> Tree:
         """The first state of the server."""
-        return ()
+        return self.outer.init(params)
 
     def init_client(self, params: Tree) -> Tree:
         """The first state of a client."""
@@ -70,7 +77,7 @@ class Method(Config):
           mean: the mean of the clients' updates.
           changes: the sum of the changes of the clients' states, divided by the number of all clients.
         """
-        return jax.tree.map(lambda x, step: x + self.server_lr * step, params, mean), server
+        return outer_step(self.outer, jax.tree.map(jnp.negative, mean), server, params)
 
 
 class FedAvg(Method):
@@ -111,15 +118,19 @@ class FedAdam(Method):
     tau: Positive = 1e-3
     """Added to the root of the mean squared update."""
 
-    def init_server(self, params):
-        mean = jax.tree.map(jnp.zeros_like, params)
-        return {"mean": mean, "square": jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params)}
+    @property
+    def outer(self):
+        def init(params: Tree) -> Tree:
+            mean = jax.tree.map(jnp.zeros_like, params)
+            return {"mean": mean, "square": jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params)}
 
-    def update(self, params, server, mean, changes):
-        means = jax.tree.map(lambda m, step: self.b1 * m + (1 - self.b1) * step, server["mean"], mean)
-        squares = jax.tree.map(lambda v, step: self.b2 * v + (1 - self.b2) * step**2, server["square"], mean)
-        new = jax.tree.map(lambda x, m, v: x + self.server_lr * m / (jnp.sqrt(v) + self.tau), params, means, squares)
-        return new, {"mean": means, "square": squares}
+        def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+            means = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state["mean"], updates)
+            squares = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state["square"], updates)
+            steps = jax.tree.map(lambda m, v: -(self.server_lr * m) / (jnp.sqrt(v) + self.tau), means, squares)
+            return steps, {"mean": means, "square": squares}
+
+        return optax.GradientTransformation(init, update)
 
 
 class Scaffold(Method):

@@ -7,27 +7,25 @@ a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.federated.methods import AnyMethod, LocalSteps
+from meshpar.federated.config import AXES, Federated
+from meshpar.federated.methods import LocalSteps
 from meshpar.federated.model import Model
-from meshpar.federated.privacy import Privacy
-from meshpar.federated.secure import SecureSum, mask
+from meshpar.federated.secure import mask
 from meshpar.mesh.varying import varying
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.program import WHOLE, on_shards
 
-AXES = ("data",)
-"""The axes over which clients are sharded."""
 Tree = Any
 
 
@@ -52,6 +50,10 @@ class ClientGroup(NamedTuple):
     order: jax.Array
     weight: jax.Array
     state: Tree
+
+    @classmethod
+    def of(cls, cohort: Mapping[str, Any], state: Tree) -> Self:
+        return cls(*(cohort[name] for name in cls._fields[:-1]), state)  # pyright: ignore
 
 
 class Results(NamedTuple):
@@ -91,20 +93,13 @@ class Round:
     """The program of a round.
 
     Args:
-      per_round: how many clients a round samples.
       num_clients: the number of all clients.
-      at_once: the largest number of clients that a device computes at once.
     """
 
+    config: Federated
     mesh: AnyMesh
     model: Model
-    method: AnyMethod
-    lr: float
-    per_round: int
     num_clients: int
-    at_once: int
-    privacy: Privacy | None = None
-    secure: SecureSum | None = None
 
     @property
     def num_padded(self) -> int:
@@ -114,18 +109,18 @@ class Round:
     @property
     def _num_groups(self) -> int:
         """Groups that a device computes one after another."""
-        return math.ceil(math.ceil(self.per_round / self.mesh.size) / self.at_once)
+        return math.ceil(math.ceil(self.config.clients_per_round / self.mesh.size) / self.config.clients_at_once)
 
     @property
     def _group_size(self) -> int:
-        return math.ceil(self.per_round / self.mesh.size / self._num_groups)
+        return math.ceil(self.config.clients_per_round / self.mesh.size / self._num_groups)
 
     @property
     def program(self) -> Callable[[Server, ClientGroup, jax.Array], tuple[Server, Results]]:
         """A function of global arrays: (server, clients, the round's key) -> the next server, and results by client.
 
         Communication: an all-reduce of the parameters; twice with SCAFFOLD, or under a secure sum.
-        Memory: a device holds the parameters of `at_once` clients.
+        Memory: a device holds the parameters of `clients_at_once` clients.
         """
         ctx = ParallelContext(mesh=self.mesh, rules=AxisRules(preset="replicated"), manual=True)
         clients = PartitionSpec(AXES)
@@ -152,22 +147,22 @@ class Round:
     def _client(self, server: Server, client: ClientGroup, key: jax.Array) -> tuple[Sums, Results]:
         """The terms of one client in the sums, and its results. A client that sends nothing computes them too."""
         update, num_steps, loss = self._train(server, client)
-        steps = LocalSteps(update, num_steps, self.lr)
+        steps = LocalSteps(update, num_steps, self.config.local.lr)
         sent = client.weight > 0
-        state = self.method.next_client(client.state, server.state, steps)
+        state = self.config.method.next_client(client.state, server.state, steps)
         state = jax.tree.map(lambda new, old: jnp.where(sent, new, old), state, client.state)
         changes = jax.tree.map(lambda new, old: (new - old) / self.num_clients, state, client.state)
         norm = jnp.sqrt(sum(jnp.square(x).sum() for x in jax.tree.leaves(update)))
         clipped = jnp.zeros_like(sent)
         beyond = jnp.zeros_like(num_steps)
-        if self.privacy:
-            update, clipped = self.privacy.clip(update)
+        if self.config.privacy:
+            update, clipped = self.config.privacy.clip(update)
         unmask = jax.tree.map(jnp.zeros_like, update)
         message = jax.tree.map(lambda x: client.weight * x, update)
-        if self.secure:
-            code, beyond = self.secure.encode(update, client.weight)
-            own = mask(key, client.place, self.per_round, update)
-            is_dropped = ~sent & (client.place < self.per_round)
+        if self.config.secure_sum:
+            code, beyond = self.config.secure_sum.encode(update, client.weight)
+            own = mask(key, client.place, self.config.clients_per_round, update)
+            is_dropped = ~sent & (client.place < self.config.clients_per_round)
             message = jax.tree.map(lambda x, m: jnp.where(sent, x + m, 0), code, own)
             unmask = jax.tree.map(lambda m: jnp.where(is_dropped, m, 0), own)
         return Sums(message, unmask, changes), Results(loss, norm, clipped, beyond, state)
@@ -183,9 +178,9 @@ class Round:
 
         def step(params: Tree, order: jax.Array) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
             loss, grads = jax.value_and_grad(mean_loss)(params, order)
-            direction = self.method.gradient(grads, params, server.params, server.state, client.state)
+            direction = self.config.method.gradient(grads, params, server.params, server.state, client.state)
             is_step = (order >= 0).any()
-            new = jax.tree.map(lambda x, d: jnp.where(is_step, x - self.lr * d, x), params, direction)
+            new = jax.tree.map(lambda x, d: jnp.where(is_step, x - self.config.local.lr * d, x), params, direction)
             return new, (jnp.where(is_step, loss, 0), is_step)
 
         params, (losses, is_step) = lax.scan(step, server.params, client.order)
@@ -195,8 +190,8 @@ class Round:
 
     def _updated(self, server: Server, sums: Sums, key: jax.Array) -> Server:
         mean = sums.updates
-        if self.secure:
-            mean = self.secure.decode(jax.tree.map(jnp.add, mean, sums.unmask), server.params)
-        if self.privacy:
-            mean = self.privacy.add_noise(mean, self.per_round, key)
-        return Server(*self.method.update(server.params, server.state, mean, sums.changes))
+        if self.config.secure_sum:
+            mean = self.config.secure_sum.decode(jax.tree.map(jnp.add, mean, sums.unmask), server.params)
+        if self.config.privacy:
+            mean = self.config.privacy.add_noise(mean, self.config.clients_per_round, key)
+        return Server(*self.config.method.update(server.params, server.state, mean, sums.changes))

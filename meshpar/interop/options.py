@@ -76,14 +76,9 @@ class Options:
 
     def features(self, ctx: ParallelContext) -> list[str]:
         """The keys of the features in use, which some others exclude; see `parallel.combinations`."""
-        used = {
-            "freeze": self.freeze, "lora": self.lora, "prune": self.wrapping.prune,
-            "parallel.pipeline": ctx.parallel.pipeline, "parallel.local": ctx.parallel.local,
-            "parallel.gradient_reduction": ctx.parallel.gradient_reduction,
-            "parallel.tensor.overlap": ctx.parallel.tensor.overlap != "none",
-            "parallel.fsdp.overlap": ctx.parallel.fsdp.in_chunks, "precision.matmul": ctx.number_format,
-        }  # fmt: skip
-        return [key for key, value in used.items() if value]
+        used = {"freeze": self.freeze, "lora": self.lora, "prune": self.wrapping.prune}
+        own = [key for key, value in used.items() if value] + ctx.parallel.features
+        return [*own, *(["precision.matmul"] if ctx.number_format else [])]
 
     def _check_num_steps(self, ctx: ParallelContext, problems: Problems) -> None:
         local = ctx.parallel.local

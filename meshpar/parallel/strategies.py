@@ -149,6 +149,15 @@ class Parallel(Config):
         ways = {"parallel.tensor.overlap": self.tensor.overlap, "parallel.fsdp.overlap": self.fsdp.overlap}
         return {key: way for key, way in ways.items() if way != "none"}
 
+    @property
+    def features(self) -> list[str]:
+        """The keys of the strategies in use, as `parallel.combinations` names them: sections, and overlaps."""
+        by_default = Parallel()
+        sections = [name for name in type(self).model_fields if getattr(by_default, name) is None]
+        overlaps = [("tensor.overlap", self.tensor.overlap != "none"), ("fsdp.overlap", self.fsdp.in_chunks)]
+        used = [name for name in sections if getattr(self, name)] + [key for key, is_on in overlaps if is_on]
+        return [f"parallel.{name}" for name in used]
+
     def check(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
         """Adds a problem for each strategy that would have no effect under these rules or this lowering."""
         has_sequence = bool(rules.partition_axes("residual_seq"))

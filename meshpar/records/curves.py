@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.records.clients_plot import by_client, draw_clients
 from meshpar.records.file import FILE, read, series
-from meshpar.records.load_plot import draw_loads, loads
+from meshpar.records.further_plots import by_client, draw_clients, draw_loads, loads
 
 if TYPE_CHECKING:
     from meshpar.records.loggers import Record
@@ -21,11 +19,11 @@ DOTS_PER_INCH = 120
 # Okabe and Ito's colours, which can be distinguished with every colour vision; without yellow, which is pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", ":", "-.")
-FURTHER: dict[str, tuple[Callable[[Sequence[Record]], Any], Callable[[Sequence[Record], str, Path], None]]] = {
-    "experts": (loads, draw_loads),
-    "clients": (by_client, draw_clients),
+FURTHER: dict[str, tuple[Callable[..., Any], Callable[..., None], tuple[float, float]]] = {
+    "experts": (loads, draw_loads, SIZE),
+    "clients": (by_client, draw_clients, (8.0, 3.6)),
 }
-"""Further pictures: which runs have one, and what draws it."""
+"""Further pictures: what of its records a run needs for one, what draws it, and its size in inches."""
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
@@ -42,11 +40,6 @@ def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
       ConfigError: lists every directory without records; or matplotlib is not installed; or `out` cannot be written.
     """
     runs = dict(zip(_names(run_dirs), _all_records(run_dirs), strict=True))
-    further = {
-        out.with_stem(f"{out.stem}-{what}{i or ''}"): partial(drawn, records, name)
-        for what, (has, drawn) in FURTHER.items()
-        for i, (name, records) in enumerate((name, records) for name, records in runs.items() if has(records))
-    }
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -66,13 +59,26 @@ def draw(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # below both, where it hides no curve
     try:
         figure.savefig(out)
-        for path, drawn in further.items():
-            drawn(path)
+        further = [path for what in FURTHER for path in _further(what, runs, out)]
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     except ValueError as error:  # matplotlib does not know the ending
         raise ConfigError(f"--out {out}: {error}") from None
     return [out, *further]
+
+
+def _further(what: str, runs: Mapping[str, list[Record]], out: Path) -> Iterator[Path]:
+    """Draws a picture of each run that has one. Yields the paths."""
+    from matplotlib.figure import Figure
+
+    found_in, drawn, size = FURTHER[what]
+    having = [(name, records, found) for name, records in runs.items() if (found := found_in(records))]
+    for i, (name, records, found) in enumerate(having):
+        figure: Any = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+        drawn(found, records, name, figure)
+        path = out.with_stem(f"{out.stem}-{what}{i or ''}")
+        figure.savefig(path)
+        yield path
 
 
 def _curves(losses: Any, rates: Any, name: str, records: Sequence[Record], colour: str, style: str) -> None:

@@ -31,7 +31,7 @@ FORMATS = {
 BAR_NAMES = ("kind", "loss", "tokens_per_s", "rows_per_s", "step_s", "mfu", "skipped")  # they fit into 80 columns
 
 
-HIDDEN = ("checkpoint", "clients", "copy")
+HIDDEN = ("checkpoint", "copy")
 """The kinds of records that only files and services receive."""
 
 

@@ -6,7 +6,7 @@ Shapes: n devices, P parts of the table, L rows of a part, H hot rows, W columns
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from meshpar.mesh.varying import varying
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.tables.consistency import Pending
 from meshpar.tables.hot import HotRows
-from meshpar.tables.state import TableState, as_part
+from meshpar.tables.state import TableState
 from meshpar.tables.table import Table
 
 INIT_ROWS = 1 << 12
@@ -41,36 +41,56 @@ def struct(table: Table, mesh: AnyMesh) -> TableState:
     table.check(mesh, problems)
     problems.raise_any(ShardingError, "the table does not fit the mesh:")
     num = math.prod(mesh.shape[axis] for axis in table.axes)
+
+    def placed(x: _Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.spec))  # pyright: ignore
+
+    return jax.tree.map(placed, _arrays(table, num), is_leaf=_is_array)
+
+
+class _Array(NamedTuple):
+    """A global array of a table."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, _Array)
+
+
+def _arrays(table: Table, num: int) -> TableState:
+    """The arrays of a table on `num` devices, each an `_Array`."""
     shards = table.shards(num)
     whole = PartitionSpec()
     by_part = PartitionSpec(table.axes)
     by_device = PartitionSpec(None, table.axes)
     matrix, vector = (PartitionSpec(None, None, table.axes), whole) if table.column_axes else (by_part, by_part)
 
-    def place(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, spec: PartitionSpec) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))  # pyright: ignore
+    def array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
+        return _Array(shape, dtype, spec)
 
     def optim(num_rows: int, parts: tuple[int, ...], matrix: PartitionSpec, vector: PartitionSpec) -> dict[str, Any]:
         arrays = table.optim.init(num_rows, table.width, table.dtype)
         return {
-            name: place((*parts, *x.shape), x.dtype, matrix if len(x.shape) == 2 else vector)
+            name: array((*parts, *x.shape), x.dtype, matrix if len(x.shape) == 2 else vector)
             for name, x in arrays.items()
         }
 
     pending = ()
     if bound := table.consistency.bound:
-        grads = bound + 1, num * num, table.capacity, _local_width(table, num)
-        pending = Pending(
-            place(grads[:-1], jnp.int32, by_device),
-            place(grads, table.dtype, by_device),
-            place(grads[:2], jnp.int32, by_device),
-        )
+        width = table.width // num if table.column_axes else table.width
+        pushes = bound + 1, num * num
+        rows = array((*pushes, table.capacity), jnp.int32, by_device)
+        grads = array((*pushes, table.capacity, width), table.dtype, by_device)
+        pending = Pending(rows, grads, array(pushes, jnp.int32, by_device))
     hot = ()
     if table.hot:
-        hot = HotRows(place((table.hot, table.width), table.dtype, whole), optim(table.hot, (), whole, whole))
+        hot = HotRows(array((table.hot, table.width), table.dtype, whole), optim(table.hot, (), whole, whole))
     parts = (shards.num_parts,)
-    rows = place((*parts, shards.rows_each, table.width), table.dtype, matrix)
-    return TableState(rows, optim(shards.rows_each, parts, matrix, vector), pending, hot, place((), jnp.int32, whole))
+    rows = array((*parts, shards.rows_each, table.width), table.dtype, matrix)
+    return TableState(rows, optim(shards.rows_each, parts, matrix, vector), pending, hot, array((), jnp.int32, whole))
 
 
 def init(table: Table, key: jax.Array) -> TableState:
@@ -84,26 +104,30 @@ def init(table: Table, key: jax.Array) -> TableState:
     Memory: the shards, and `INIT_ROWS` rows. Communication: none.
     """
     num = lax.axis_size(table.axes)
-    width = _local_width(table, num)
-    length = table.shards(num).rows_each
-    optim = {
-        name: x if table.column_axes and x.ndim == 1 else varying(x, table.axes)  # columns share the state of a row
-        for name, x in _zeros(table.optim.init(length, width, table.dtype)).items()
-    }
-    return TableState(
-        _first_rows(table, key)[None],
-        as_part(optim),
-        _nothing_pending(table, num),
-        _first_hot_rows(table, key),
-        jnp.int32(0),
-    )
+
+    def zeros(x: _Array) -> jax.Array:
+        over = [*x.spec, *[None] * (len(x.shape) - len(x.spec))]
+        shape = [size // num if axes else size for size, axes in zip(x.shape, over, strict=True)]
+        return varying(jnp.zeros(shape, x.dtype), table.axes if any(x.spec) else ())
+
+    state = jax.tree.map(zeros, _arrays(table, num), is_leaf=_is_array)
+    pending, hot = state.pending, state.hot
+    if isinstance(pending, Pending):
+        pending = pending._replace(due=pending.due - 1)
+    if isinstance(hot, HotRows):
+        ids = jnp.arange(table.hot, dtype=jnp.int32)
+        hot = hot._replace(rows=jax.vmap(lambda row_id: _first_row(table, key, row_id))(ids))
+    return state._replace(rows=_first_rows(table, key, state.rows[0])[None], pending=pending, hot=hot)
 
 
-def _first_rows(table: Table, key: jax.Array) -> jax.Array:
-    """[L, D]. It draws blocks of rows, because all random bits of a shard would need more memory than the shard."""
-    num = lax.axis_size(table.axes)
-    shards = table.shards(num)
-    width = _local_width(table, num)
+def _first_rows(table: Table, key: jax.Array, empty: jax.Array) -> jax.Array:
+    """[L, D]. It draws blocks of rows, because all random bits of a shard would need more memory than the shard.
+
+    Args:
+      empty: [L, D] of zeros.
+    """
+    shards = table.shards(lax.axis_size(table.axes))
+    width = empty.shape[1]
     own = lax.axis_index(table.axes)
     part = jnp.zeros_like(own) if table.column_axes else own
     first_column = own * width if table.column_axes else 0
@@ -118,7 +142,6 @@ def _first_rows(table: Table, key: jax.Array) -> jax.Array:
         places = first + jnp.arange(block, dtype=jnp.int32)
         return lax.dynamic_update_slice(rows, jax.vmap(draw)(places), [first, jnp.zeros_like(first)])
 
-    empty = varying(jnp.zeros((shards.rows_each, width), table.dtype), table.axes)
     return lax.fori_loop(0, -(-shards.rows_each // block), fill, empty)
 
 
@@ -126,29 +149,3 @@ def _first_row(table: Table, key: jax.Array, row_id: jax.Array) -> jax.Array:
     """[W], the first values of a row."""
     scale = table.width**-0.5 if table.init_scale is None else table.init_scale
     return jax.random.uniform(jax.random.fold_in(key, row_id), (table.width,), table.dtype, -scale, scale)
-
-
-def _first_hot_rows(table: Table, key: jax.Array) -> HotRows | tuple[()]:
-    if not table.hot:
-        return ()
-    rows = jax.vmap(lambda row_id: _first_row(table, key, row_id))(jnp.arange(table.hot, dtype=jnp.int32))
-    return HotRows(rows, _zeros(table.optim.init(table.hot, table.width, table.dtype)))
-
-
-def _nothing_pending(table: Table, num: int) -> Pending | tuple[()]:
-    if not table.consistency.bound:
-        return ()
-    shape = table.consistency.bound + 1, num, table.capacity, _local_width(table, num)
-    pending = Pending(
-        jnp.zeros(shape[:-1], jnp.int32), jnp.zeros(shape, table.dtype), jnp.full(shape[:2], -1, jnp.int32)
-    )
-    return jax.tree.map(lambda x: varying(x, table.axes), pending)
-
-
-def _local_width(table: Table, num_devices: int) -> int:
-    """D, the columns on a device."""
-    return table.width // num_devices if table.column_axes else table.width
-
-
-def _zeros(structs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    return {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()}

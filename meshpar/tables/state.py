@@ -48,8 +48,3 @@ class Pulled(NamedTuple):
     slots: Slots
     requests: jax.Array
     hot: jax.Array
-
-
-def as_part(arrays: State) -> State:
-    """[1, ...] of [...]: the arrays of one part."""
-    return {name: x[None] for name, x in arrays.items()}

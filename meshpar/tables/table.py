@@ -25,7 +25,7 @@ from meshpar.tables.hot import HotRows
 from meshpar.tables.optim import Optimizer, read
 from meshpar.tables.request import assign, sum_by_row
 from meshpar.tables.shards import Partition, TableShards
-from meshpar.tables.state import Pulled, TableState, as_part
+from meshpar.tables.state import Pulled, TableState
 
 
 class Table(Config):
@@ -141,7 +141,8 @@ class Table(Config):
         rows, grads = sum_by_row(rows, grads, none)
         own = {name: x[0] for name, x in state.optim.items()}
         table, optim = self.optim.update(state.rows[0], own, rows, grads, self.column_axes)
-        return TableState(table[None], as_part(optim), pending, hot, state.step + 1)
+        optim = {name: x[None] for name, x in optim.items()}
+        return TableState(table[None], optim, pending, hot, state.step + 1)
 
     @property
     def column_axes(self) -> Axes:

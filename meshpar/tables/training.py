@@ -22,7 +22,7 @@ from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
 from meshpar.tables.placement import init, struct
 from meshpar.tables.request import Counts
-from meshpar.tables.state import TableState
+from meshpar.tables.state import Pulled, TableState
 from meshpar.tables.table import Table
 from meshpar.train.program import WHOLE, compile_program, on_shards, shardings, trace
 
@@ -53,7 +53,7 @@ class Metrics(NamedTuple):
 
 @dataclass(frozen=True)
 class TableTraining:
-    """Compiles the programs of a training with tables; `training` makes one.
+    """Compiles the programs of a training with tables; `training` makes one. `meshpar.fit` trains it in a loop.
 
     Args:
       axes: over which the batch and every table are sharded.
@@ -93,7 +93,7 @@ class TableTraining:
 
         key = jax.eval_shape(jax.random.key, 0)
         whole = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(self.mesh, WHOLE))  # pyright: ignore
-        function = on_shards(local, self._context, WHOLE, self._specs)
+        function = on_shards(local, self.ctx, WHOLE, self._specs)
         return compile_program(trace(function, (whole,), shardings(self.state)), options)
 
     def compile_step(self, options: dict[str, Any] | None = None) -> Callable[[State, Batch], tuple[State, Metrics]]:
@@ -107,8 +107,7 @@ class TableTraining:
 
         Communication: see `Table.pull` and `Table.push`; an all-reduce of the dense gradients and of the loss.
         """
-        batch = {name: x.sharding.spec for name, x in self.batch.items()}  # pyright: ignore
-        return on_shards(self._step, self._context, (self._specs, batch), (self._specs, self._metrics))
+        return on_shards(self._step, self.ctx, (self._specs, self._batch_specs), (self._specs, self._metrics))
 
     @property
     def step_shardings(self) -> Any:
@@ -138,7 +137,11 @@ class TableTraining:
         problems.raise_any(DataError, "the tables do not fit the ids of a step:")
 
     @property
-    def _context(self) -> ParallelContext:
+    def _batch_specs(self) -> dict[str, PartitionSpec]:
+        return {name: x.sharding.spec for name, x in self.batch.items()}  # pyright: ignore
+
+    @property
+    def ctx(self) -> ParallelContext:
         return ParallelContext(mesh=self.mesh, rules=AxisRules(preset="replicated"), manual=True)
 
     @property
@@ -151,12 +154,28 @@ class TableTraining:
         loss: Any = WHOLE
         return Metrics(loss, dict.fromkeys(self.tables, Counts(each, each, each)))
 
-    def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    @property
+    def mean_loss(self) -> Callable[[Any, dict[str, TableState], Batch], jax.Array]:
+        """A function of global arrays: (dense parameters, tables, batch) -> the mean loss, []; NaN as in a step."""
+
+        def local(params: Any, tables: dict[str, TableState], batch: Batch) -> jax.Array:
+            pulled, loud = self._pulled(tables, batch)
+            rows = {name: found.rows for name, found in pulled.items()}
+            return lax.pmean(self.loss(params, rows, batch) + loud, self.axes)
+
+        params, _, tables = self._specs
+        return on_shards(local, self.ctx, (params, tables, self._batch_specs), WHOLE)
+
+    def _pulled(self, tables: dict[str, TableState], batch: Batch) -> tuple[dict[str, Pulled], jax.Array]:
+        """The rows of the ids of a batch; and NaN if an id of this device got none, else 0."""
         ids = self.ids(batch)
-        pulled = {name: table.pull(state.tables[name], ids[name]) for name, table in self.tables.items()}
-        counts = {name: found.slots.counts for name, found in pulled.items()}
-        num_lost = sum(one.overflow[0] + one.unknown[0] for one in counts.values())
-        loud = jnp.where(num_lost > 0, jnp.nan, 0.0)
+        pulled = {name: table.pull(tables[name], ids[name]) for name, table in self.tables.items()}
+        counts = [found.slots.counts for found in pulled.values()]
+        num_lost = sum(one.overflow[0] + one.unknown[0] for one in counts)
+        return pulled, jnp.where(num_lost > 0, jnp.nan, 0.0)
+
+    def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        pulled, loud = self._pulled(state.tables, batch)
 
         def mean_loss(params: Any, rows: dict[str, jax.Array]) -> jax.Array:
             return lax.pmean(self.loss(params, rows, batch) + loud, self.axes)
@@ -167,6 +186,7 @@ class TableTraining:
         tables = {
             name: table.push(state.tables[name], pulled[name], row_grads[name]) for name, table in self.tables.items()
         }
+        counts = {name: found.slots.counts for name, found in pulled.items()}
         return State(optax.apply_updates(state.params, updates), opt_state, tables), Metrics(loss, counts)
 
 

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from meshpar.checkpoint.saved import Checkpoint
 from meshpar.checkpoint.selection import EVERYTHING, Selection
 from meshpar.config import changed
+from meshpar.parallel.context import ParallelContext
+from meshpar.train.evaluate import Evaluation
 from meshpar.train.resize import averaged, num_slices, with_slices
 from meshpar.train.state import TrainState
-from meshpar.train.training import Training
+from meshpar.train.step import Step
 from meshpar.tree import flatten_with_paths, map_with_path
+
+
+class Trainable(Protocol):
+    """What a loop trains, such as a `Training`: a first state, a step and an evaluation, before they are compiled."""
+
+    @property
+    def ctx(self) -> ParallelContext: ...
+    @property
+    def structs(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s with shardings."""
+        ...
+
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Path -> names of the dims, of each array of the state that has dims."""
+        ...
+
+    def compile_init(self, options: Any = None, given: Any = None) -> Callable[[], TrainState]: ...
+    def compile_step(self) -> Step: ...
+    def lazy_evaluation(self) -> Evaluation: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +49,7 @@ class Beginning:
       data_changed: the data files that differ from those of the checkpoint.
     """
 
-    training: Training
+    training: Trainable
     source: Checkpoint
     include: Sequence[str] = EVERYTHING
     exclude: Sequence[str] = ()
@@ -38,7 +60,7 @@ class Beginning:
     def structs(self) -> TrainState:
         """The state to restore, which may have another number of slices than the training."""
         is_whole = tuple(self.include) == EVERYTHING and not self.exclude
-        return saved_structs(self.training, self.source) if is_whole else self.training.placement.structs
+        return saved_structs(self.training, self.source) if is_whole else self.training.structs
 
     @cached_property
     def selection(self) -> Selection:
@@ -56,8 +78,8 @@ class Beginning:
         """
         selection = self.selection
         restored = self.source.restore(self.structs, self.include, self.exclude)
-        if self.structs != self.training.placement.structs:
-            return averaged(restored, self.training.placement.structs)
+        if self.structs != self.training.structs:
+            return averaged(restored, self.training.structs)
         if not selection.initialized:
             return restored
         arrays = {path: x for path, x in flatten_with_paths(restored).items() if path in set(selection.restored)}
@@ -78,12 +100,12 @@ class Beginning:
         }
 
 
-def saved_structs(training: Training, source: Checkpoint) -> TrainState:
+def saved_structs(training: Trainable, source: Checkpoint) -> TrainState:
     """The state that a training expects in a checkpoint.
 
     It has the training's number of slices, or that of the checkpoint if `parallel.local.resize` averages them.
     """
-    structs = training.placement.structs
+    structs = training.structs
     local = training.ctx.local
     num = num_slices(source) if local and local.resize == "average" else None
     return with_slices(structs, num) if num and num != structs.skipped.shape[0] else structs

@@ -16,7 +16,7 @@ import optax
 
 from meshpar.errors import ConfigError
 from meshpar.sharding.resolve import Placement
-from meshpar.train.layer_order import LAYERS
+from meshpar.train.stored_layers import LAYERS
 from meshpar.tree import flatten_with_paths, map_with_path
 
 NUMBER = re.compile(r"(.*?)_?(\d+)")

@@ -5,26 +5,20 @@ A row of a batch is a prompt and one of the answers that the model wrote to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from pydantic import Field
 
 from meshpar.config import Positive, Target
 from meshpar.parallel import tensor
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.outputs import Outputs
 from meshpar.sharding.spec import ArraySpec
-from meshpar.train.loss import Loss, LossSums
-from meshpar.train.preferences import OfAnswers, Reference
+from meshpar.train.preferences import OfAnswers
 
 ADVANTAGES, REWARDS, LOG_PROBS = "advantages", "rewards", "old_log_probs"
-OWN = (ADVANTAGES, REWARDS, LOG_PROBS)
-"""The arrays of a batch besides those of packed tokens."""
 
 
 class GRPO(OfAnswers):
@@ -68,34 +62,27 @@ class GRPO(OfAnswers):
         of_tokens = ArraySpec((batch_size, seq_len), np.dtype(np.float32), ("batch", "seq"))
         return {ADVANTAGES: of_rows, REWARDS: of_rows, LOG_PROBS: of_tokens}
 
-    def build(
-        self, apply: Callable[..., Outputs], vocab_size: int, reference: Reference | None, adds_auxiliary: bool
-    ) -> Loss:
-        def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
-            of_model = {name: x for name, x in batch.items() if name not in OWN}
-            outputs = apply(params, of_model, key)
-            new = _log_probs(outputs.logits, batch, vocab_size)
-            base = None
-            if reference is not None:
-                frozen = lax.stop_gradient(reference(params, carried))
-                base = lax.stop_gradient(_log_probs(apply(frozen, of_model, None).logits, batch, vocab_size))
-            each, metrics = self.of_tokens(new, base, batch)
-            is_answer = batch["targets"] >= 0
-            sizes = is_answer.sum(-1).astype(each.dtype)
-            count = (sizes > 0).sum(dtype=jnp.int32)
+    @property
+    def own_arrays(self) -> tuple[str, ...]:
+        return ADVANTAGES, REWARDS, LOG_PROBS
 
-            def mean_of_answers(x: jax.Array) -> jax.Array:
-                total = jnp.where(is_answer, x, jnp.zeros_like(x)).sum(-1)
-                return (total / jnp.maximum(sizes, jnp.ones_like(sizes))).sum()
+    def read(self, logits: jax.Array, batch: Batch, vocab_size: int) -> jax.Array:
+        """The log-probabilities of the targets, float[rows, seq]; of any token where there is none."""
+        return -tensor.cross_entropy(logits, jnp.maximum(batch["targets"], 0), vocab_size)
 
-            total, sums = jax.tree.map(mean_of_answers, (each, metrics))
-            rewards = jnp.where(sizes > 0, batch[REWARDS].astype(each.dtype), jnp.zeros_like(sizes)).sum()
-            if adds_auxiliary:
-                total = outputs.plus_losses(total, count)
-            sums = outputs.sums(count) | sums | {"reward": rewards, "answer_tokens": sizes.sum()}
-            return LossSums(total, count, sums, carried if outputs.state is None else outputs.state)
+    def summed(self, new: Any, base: Any, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        each, metrics = self.of_tokens(new, base, batch)
+        is_answer = batch["targets"] >= 0
+        sizes = is_answer.sum(-1).astype(each.dtype)
 
-        return loss
+        def mean_of_answers(x: jax.Array) -> jax.Array:
+            total = jnp.where(is_answer, x, jnp.zeros_like(x)).sum(-1)
+            return (total / jnp.maximum(sizes, jnp.ones_like(sizes))).sum()
+
+        total, sums = jax.tree.map(mean_of_answers, (each, metrics))
+        rewards = jnp.where(sizes > 0, batch[REWARDS].astype(each.dtype), jnp.zeros_like(sizes)).sum()
+        count = (sizes > 0).sum(dtype=jnp.int32)
+        return total, count, sums | {"reward": rewards, "answer_tokens": sizes.sum()}
 
     def of_tokens(self, new: jax.Array, base: jax.Array | None, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each token, and its metrics.
@@ -114,11 +101,6 @@ class GRPO(OfAnswers):
             each += self.beta * away
             metrics["kl"] = away
         return each, metrics
-
-
-def _log_probs(logits: jax.Array, batch: Batch, vocab_size: int) -> jax.Array:
-    """The log-probabilities of the targets, float[rows, seq]; of any token where there is none."""
-    return -tensor.cross_entropy(logits, jnp.maximum(batch["targets"], 0), vocab_size)
 
 
 def advantages_of(rewards: np.ndarray, group: int) -> np.ndarray:

@@ -63,11 +63,43 @@ class OfAnswers(Config):
     def has_reference(self) -> bool:
         """Whether it compares the model with the one that it was at first."""
 
+    @property
+    def own_arrays(self) -> tuple[str, ...]:
+        """The arrays of a batch that are the loss's own, and not the model's."""
+        return ()
+
     @abstractmethod
+    def read(self, logits: jax.Array, batch: Batch, vocab_size: int) -> Any:
+        """What it needs of a model's logits: log-probabilities."""
+
+    @abstractmethod
+    def summed(self, new: Any, base: Any, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The sum of the losses of rows, the number of rows that count, and sums of metrics over these.
+
+        Args:
+          new, base: what `read` returned for the model, and for the reference; None without one.
+        """
+
     def build(
         self, apply: Callable[..., Outputs], vocab_size: int, reference: Reference | None, adds_auxiliary: bool
     ) -> Loss:
         """The loss of a step; or without the model's auxiliary losses, which are only reported, of an evaluation."""
+
+        def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
+            of_model = {name: x for name, x in batch.items() if name not in self.own_arrays}
+            outputs = apply(params, of_model, key)
+            new, base = self.read(outputs.logits, batch, vocab_size), None
+            if reference is not None:
+                frozen = lax.stop_gradient(reference(params, carried))
+                base = lax.stop_gradient(self.read(apply(frozen, of_model, None).logits, batch, vocab_size))
+            total, count, sums = self.summed(new, base, batch)
+            if adds_auxiliary:
+                total = outputs.plus_losses(total, count)
+            return LossSums(
+                total, count, outputs.sums(count) | sums, carried if outputs.state is None else outputs.state
+            )
+
+        return loss
 
 
 class Preference(OfAnswers):
@@ -79,28 +111,18 @@ class Preference(OfAnswers):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each pair and its metrics, float[rows] each."""
 
-    def build(
-        self, apply: Callable[..., Outputs], vocab_size: int, reference: Reference | None, adds_auxiliary: bool
-    ) -> Loss:
-        def loss(params: Any, batch: Batch, key: jax.Array | None, carried: Any) -> LossSums:
-            outputs = apply(params, batch, key)
-            found = of_answers(outputs.logits, batch, vocab_size)
-            base = None
-            if reference is not None:
-                frozen = lax.stop_gradient(reference(params, carried))
-                base = of_answers(apply(frozen, batch, None).logits, batch, vocab_size)
-                base = PairedAnswers(*lax.stop_gradient(base))
-            count = found.are_pairs.sum(dtype=jnp.int32)
-            each, metrics = self.of_pairs(found, base)
-            total, sums = jax.tree.map(
-                lambda x: jnp.where(found.are_pairs, x, jnp.zeros_like(x)).sum(), (each, metrics)
-            )
-            if adds_auxiliary:
-                total = outputs.plus_losses(total, count)
-            sums = outputs.sums(count) | sums
-            return LossSums(total, count, sums, carried if outputs.state is None else outputs.state)
+    def read(self, logits: jax.Array, batch: Batch, vocab_size: int) -> PairedAnswers:
+        targets, segments = batch["targets"], batch["segments"]
+        is_target = targets >= 0
+        nll = tensor.cross_entropy(logits, jnp.where(is_target, targets, 0), vocab_size)
+        of = jnp.stack([is_target & (segments == one) for one in (CHOSEN, REJECTED)], axis=1)
+        log_probs = -jnp.where(of, nll[:, None], jnp.zeros_like(nll)[:, None]).sum(-1)
+        return PairedAnswers(log_probs, of.sum(-1).astype(nll.dtype))
 
-        return loss
+    def summed(self, new: Any, base: Any, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        each, metrics = self.of_pairs(new, base)
+        total, sums = jax.tree.map(lambda x: jnp.where(new.are_pairs, x, jnp.zeros_like(x)).sum(), (each, metrics))
+        return total, new.are_pairs.sum(dtype=jnp.int32), sums
 
 
 class DPO(Preference):
@@ -117,9 +139,7 @@ class DPO(Preference):
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     """Larger values keep the model nearer to the reference."""
 
-    def of_pairs(
-        self, answers: PairedAnswers, reference: PairedAnswers | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_pairs(self, answers, reference):
         assert reference is not None, "has_reference"
         rewards = self.beta * (answers.log_probs - reference.log_probs)
         margin = rewards[:, 0] - rewards[:, 1]
@@ -140,9 +160,7 @@ class ORPO(Preference):
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of the odds ratio, lambda in the paper."""
 
-    def of_pairs(
-        self, answers: PairedAnswers, reference: PairedAnswers | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_pairs(self, answers, reference):
         means = answers.means
         odds = means - _log_of_rest(means)
         ratio = odds[:, 0] - odds[:, 1]
@@ -167,16 +185,6 @@ def _log_of_rest(log_p: jax.Array) -> jax.Array:
     is_likely = below > -0.6931471805599453  # more than one half
     low = jnp.where(is_likely, -jnp.ones_like(below), below)
     return jnp.where(is_likely, jnp.log(-jnp.expm1(below)), jnp.log1p(-jnp.exp(low)))
-
-
-def of_answers(logits: jax.Array, batch: Batch, vocab_size: int) -> PairedAnswers:
-    """The log-probabilities of both answers of each row."""
-    targets, segments = batch["targets"], batch["segments"]
-    is_target = targets >= 0
-    nll = tensor.cross_entropy(logits, jnp.where(is_target, targets, 0), vocab_size)
-    of = jnp.stack([is_target & (segments == one) for one in (CHOSEN, REJECTED)], axis=1)
-    log_probs = -jnp.where(of, nll[:, None], jnp.zeros_like(nll)[:, None]).sum(-1)
-    return PairedAnswers(log_probs, of.sum(-1).astype(nll.dtype))
 
 
 class Copy(Strategy):

@@ -40,6 +40,7 @@ from meshpar.sharding.spec import ArraySpec
 from meshpar.train.error_feedback import SLICES, place_state, zeros
 from meshpar.train.fragments import Fragment, layer_numbers
 from meshpar.train.gradients import Gradients, Objective, local_gradients
+from meshpar.train.outer import outer_step
 from meshpar.train.program import (
     WHOLE,
     batch_pspecs,
@@ -187,9 +188,8 @@ class Slices:
                 means, rounding = self._mean_differences(fragment, trained, own, state.step)
                 rounding = fragment.into(rounding, own["rounding"], placed["rounding"])
             opt_state = fragment.of(state.opt_state, self.shared.opt_state)
-            with jax.numpy_dtype_promotion("standard"):  # Optax mixes floats with integer step counts
-                updates, opt_state = tx.update(means, opt_state, trained)
-                trained = lax.with_sharding_constraint(optax.apply_updates(trained, updates), sharded)
+            trained, opt_state = outer_step(tx, means, opt_state, trained)
+            trained = lax.with_sharding_constraint(trained, sharded)
             trained = lax.with_sharding_constraint(trained, stored)  # ZeRO-1 gathers once, for slices and evaluations
             begun = jax.tree.map(self._to_all, trained)
             if self.local.overlap_steps:

@@ -44,7 +44,7 @@ class TrainState:
       skipped: int32[]. How many steps were skipped because loss or gradients were not finite. With local updates
         int32[slices]: each slice skips a step alone.
       carried: state other than parameters that the loss passes from step to step, such as batch statistics.
-      is_prepared: whether the layers are stored as the step needs them, see `layer_order` and `layer_arrays`; else in
+      is_prepared: whether the layers are stored as the step needs them, see `stored_layers`; else in
         the model's stacks and order. A step's program accepts only one of the two.
     """
 

@@ -24,11 +24,10 @@ from meshpar.parallel.xla import without_copy
 from meshpar.sharding.resolve import platform_of
 from meshpar.train.batches import arranged
 from meshpar.train.gradients import Gradients
-from meshpar.train.layer_arrays import LayerArrays
-from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import Batch
 from meshpar.train.program import Program, compile_program, shardings, structs, trace, whole, with_rows
 from meshpar.train.state import StatePlacement, TrainState, on_device
+from meshpar.train.stored_layers import StoredLayers
 
 Metrics = dict[str, jax.Array]
 
@@ -209,7 +208,7 @@ class Step:
     given: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     order: np.ndarray | None = None
-    layers: LayerOrder | LayerArrays | None = None
+    layers: StoredLayers | None = None
     in_flight: deque[Metrics] = field(default_factory=deque, init=False, repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -286,7 +285,7 @@ def compile_step(
     batch: dict[str, jax.ShapeDtypeStruct],
     given: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
-    layers: LayerOrder | LayerArrays | None = None,
+    layers: StoredLayers | None = None,
     metrics: NamedSharding | None = None,
 ) -> Step:
     """Compiles a step from placements alone; no array exists yet.

@@ -36,8 +36,6 @@ from meshpar.train.error_feedback import REDUCE, SLICES, ErrorFeedback
 from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation, trace_row_results
 from meshpar.train.fragments import check_fragments
 from meshpar.train.gradients import Gradients, Objective, gradients
-from meshpar.train.layer_arrays import LayerArrays, cut_specs, has_stacks, with_stacks
-from meshpar.train.layer_order import LAYERS, LayerOrder
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss, of_shards
 from meshpar.train.program import batch_structs, compile_program, with_rows
@@ -46,6 +44,7 @@ from meshpar.train.stage_cut import describe_cut, product_flops
 from meshpar.train.stale_weights import StaleWeights
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
+from meshpar.train.stored_layers import LAYERS, LayerArrays, LayerOrder, StoredLayers, cut_loss, has_stacks
 from meshpar.train.strategy import Strategy, of_loss
 
 
@@ -140,6 +139,16 @@ class Training:
             raise ConfigError(f"parallel.local: {what}; set parallel.local=null")
         check_fragments(local.fragments, alone.trained)
         return place_slices(alone, place_opt_state(alone.trained, local.outer.build(), self.mesh), local)
+
+    @property
+    def structs(self) -> TrainState:
+        """The state as `ShapeDtypeStruct`s with shardings."""
+        return self.placement.structs
+
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Path -> names of the dims, of each array of the state that has dims."""
+        return self.placement.dims
 
     @cached_property
     def slice_placement(self) -> StatePlacement:
@@ -292,11 +301,11 @@ class Training:
     @property
     def _with_own_arrays(self) -> Self:
         """The same training of a model whose layers are parameters of their own."""
-        loss = with_stacks(self.loss, self.specs)
-        return replace(self, specs=cut_specs(self.specs), loss=loss)
+        loss, specs = cut_loss(self.loss, self.specs)
+        return replace(self, specs=specs, loss=loss)
 
     @property
-    def stored_layers(self) -> LayerOrder | LayerArrays | None:
+    def stored_layers(self) -> StoredLayers | None:
         """Converts a state to the layout that a step needs, and back; None if that is the model's layout."""
         return self.layer_order or self.layer_arrays
 

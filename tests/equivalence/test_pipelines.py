@@ -28,9 +28,9 @@ from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.pipeline.schedule import Interleaved, ScheduleFile
 from meshpar.parallel.pipeline.schedule_table import ScheduleTable
 from meshpar.records.file import read
-from meshpar.train.layer_order import LayerOrder
 from meshpar.train.state import TrainState, shardings, structs
 from meshpar.train.step import with_rows
+from meshpar.train.stored_layers import LayerOrder
 from meshpar.tree import flatten_with_paths
 from meshpar.verification.trial import QUICK, Trial
 from tests.comparison import largest_difference

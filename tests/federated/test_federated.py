@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from meshpar.federated import round as round_file
 from meshpar.federated.methods import Scaffold
 from meshpar.federated.secure import mask
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
+from meshpar.records.file import FILE, read
+from meshpar.train.loop.signals import Interrupted
 from meshpar.verification.trial import QUICK
 from tests.federated.oracle import Reference, matrix
 
@@ -157,7 +160,7 @@ def test_a_round_without_any_update_changes_nothing(float64):
     trained, _ = federation(config_of(num_rounds=1, dropout=1.0, method="fedadam"))
     server = trained.init()
     [played] = trained.play(server, QUICK)
-    assert played.server is server
+    assert all(after is before for after, before in zip(*map(jax.tree.leaves, (played.server, server)), strict=True))
 
 
 SUMS = [({"secure_sum": {}}, 2), ({}, 1), ({"method": "scaffold"}, 2)]
@@ -261,7 +264,7 @@ def test_the_command_records_rounds_and_clients_and_stores_the_parameters(comman
     done = command("federated", CONFIG, *small, "--no-cache")
     assert done.code == 0, done.err
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    kinds = ["run", "train", "train", "evaluation", "train", "train", "evaluation", "clients", "summary"]
+    kinds = ["run", *(["train", "train", "evaluation"] * 2), "checkpoint", "clients", "summary"]
     assert [record["kind"] for record in records] == kinds
     accuracy = [record["accuracy"] for record in records if record["kind"] == "evaluation"]
     assert 0.5 < accuracy[0] < accuracy[1]
@@ -271,3 +274,39 @@ def test_the_command_records_rounds_and_clients_and_stores_the_parameters(comman
     assert "worst tenth" in done.out
     assert set(np.load(run_dir / "params.npz")) == {"Dense_0.kernel", "Dense_0.bias"}
     assert command("plot", run_dir).out.split() == [str(run_dir / f"curves{end}.png") for end in ("", "-clients")]
+
+
+# A loop with checkpoints --------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(monkeypatch, tmp_path):
+    """Also the control variates of the clients, and how often each took part."""
+    settings = {"method": "scaffold", "num_rounds": 4, "eval_every": 2, "dtype": "float32"}
+    unbroken = fit(config_of(**settings, run_dir=tmp_path / "unbroken"))
+    draw = cohort_file.Draw.cohort
+
+    def ending(self, round_, num):
+        if round_ == 3 and not (tmp_path / "resumes").exists():
+            signal.raise_signal(signal.SIGTERM)
+        return draw(self, round_, num)
+
+    monkeypatch.setattr(cohort_file.Draw, "cohort", ending)
+    broken = config_of(**settings, run_dir=tmp_path / "broken")
+    with pytest.raises(Interrupted, match="SIGTERM at step 2"):
+        fit(broken, signals=True)
+    (tmp_path / "resumes").touch()
+    resumed = fit(broken)
+    assert jax.tree.all(jax.tree.map(np.array_equal, unbroken, resumed))
+    of_clients = [
+        [record for record in read(tmp_path / name / FILE) if record["kind"] == "clients"]
+        for name in ("unbroken", "broken")
+    ]
+    assert of_clients[0] == of_clients[1]
+
+
+def test_a_run_is_not_resumed_with_other_clients(tmp_path):
+    settings = {"num_rounds": 1, "dtype": "float32", "run_dir": tmp_path / "run"}
+    fit(config_of(**settings))
+    with pytest.raises(ConfigError, match=r"clients.num\n *was 30 in .*, and is 29"):
+        fit(config_of(**settings | {"num_rounds": 2, "clients": SMALL["clients"] | {"num": 29}}))
+    fit(config_of(**settings | {"num_rounds": 2, "clients_at_once": 8}))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from meshpar.checkpoint.memory import MEMORY, folder_of, last_step
 from meshpar.errors import CheckpointError
 from meshpar.launch.workers import Group, Worker
 from meshpar.mesh import join
-from meshpar.train.copies.copies import Copies, opened
+from meshpar.train.copies.copies import Copies
 from meshpar.train.copies.parts import Holders
 from tests.command import exit_code
 from tests.damage import flip_one_bit
@@ -232,7 +233,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     struct = jax.ShapeDtypeStruct(
         (3,), np.float32, sharding=NamedSharding(jax.make_mesh((8,), "data"), PartitionSpec())
     )
-    with opened(tmp_path / "run", tmp_path / "records", {"x": struct}, {}) as copies:
+    with closing(Copies(tmp_path / "run", tmp_path / "records", {"x": struct}, {})) as copies:
         yield copies
 
 

@@ -26,8 +26,8 @@ from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.schedule_table import in_ticks, tick_table
 from meshpar.parallel.pipeline.simulate import simulate
 from meshpar.partition import cutter
-from meshpar.train.layer_order import LayerOrder
 from meshpar.train.loss import LossConfig
+from meshpar.train.stored_layers import LayerOrder
 from tests.pipelines import MODELS, difference, prepared, scheduled
 from tests.program.oracle import closed_form
 from tests.program.test_bytes import as_written, cost_as_traced, cost_as_written, sent_over

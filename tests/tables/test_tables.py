@@ -15,10 +15,11 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import checkpoints
+from meshpar import checkpoints, fit
 from meshpar.errors import CheckpointError, ConfigError, DataError, ShardingError
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
+from meshpar.records.file import FILE, read
 from meshpar.tables import Async, LazyAdam, Stale, Table, training
 from meshpar.tables.request import Slots
 from meshpar.tables.shards import TableShards
@@ -309,6 +310,46 @@ def test_hot_rows_add_an_all_reduce_and_need_no_slots():
 def test_hot_rows_that_do_not_fit_are_refused(wrong):
     with pytest.raises(ConfigError, match="hot"):
         Table(num_rows=64, width=WIDTH, capacity=1, optim=OPTIM["lazy_adam"], **wrong)
+
+
+# In the loop of runs ------------------------------------------------------------------------------------------------
+
+
+def fitted(folder, num_steps=STEPS, **settings):
+    """The tables after the loop; they have few enough slots for late gradients to matter."""
+    tables = {name: table(name, "hash", "lazy_adam", "stale") for name in ROWS}
+    rows = [*batches()]
+    state = fit(
+        trained(tables), data=lambda step: rows[step], num_steps=num_steps, run_dir=folder, json=True, **settings
+    )
+    return state, read(folder / FILE)
+
+
+def test_the_loop_trains_as_steps_do_and_resumes_to_the_bit(float64, tmp_path):
+    run = trained({name: table(name, "hash", "lazy_adam", "stale") for name in ROWS})
+    expected, step = run.compile_init()(jax.random.key(0)), run.compile_step()
+    for batch in batches():
+        expected, metrics = step(expected, run.put(batch))
+    held_out = next(batches(1))
+    whole, records = fitted(tmp_path / "whole", held_out=held_out, log_every=1)
+    fitted(tmp_path / "parts", STEPS - 2)
+    parts, _ = fitted(tmp_path / "parts")
+    for state in (whole, parts):
+        assert jax.tree.all(jax.tree.map(np.array_equal, state.carried, expected.tables))
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert losses[-1] == float(metrics.loss)
+    [evaluated] = [record for record in records if record["kind"] == "evaluation"]
+    bias = np.asarray(whole.params)
+    rows = {name: in_order(run.tables[name], whole.carried[name])[0][held_out[name]] for name in ROWS}
+    rows["tags"] = np.where((held_out["tags"] < 0)[..., None], 0, rows["tags"])
+    assert evaluated["loss"] == pytest.approx(np.square(score(bias, rows) - held_out["y"]).mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_the_loop_ends_at_ids_without_a_slot_also_in_steps_that_are_not_logged(at, tmp_path):
+    data = [requested(SLOTS + 1) if step == at else requested(SLOTS) for step in range(20)]
+    with pytest.raises(DataError, match=r"64 ids of a step got no slot(?s:.*)capacity=7; it is 6"):
+        fit(alone(), data=lambda step: data[step], num_steps=20, run_dir=tmp_path, log_every=20, json=True)
 
 
 # Misuse -------------------------------------------------------------------------------------------------------------

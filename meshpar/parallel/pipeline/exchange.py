@@ -2,7 +2,7 @@
 
 Layers are stored in equal parts in the model's order, so checkpoints do not depend on the schedule. For a schedule with
 another placement (interleaved, V-shaped, uneven) they are moved in rounds: once for many steps, see
-`train.layer_order`, or else in each step. In a round every stage sends at most one piece and receives at most one, so
+`train.stored_layers`, or else in each step. In a round every stage sends at most one piece and receives at most one, so
 a round is a permute.
 """
 

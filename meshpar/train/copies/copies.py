@@ -12,9 +12,9 @@ import json
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,16 +203,6 @@ class Copies:
         memory.keep(folder, {before, step})
         for part, arrays in written.items():
             memory.write(folder / f"{step}.{part}", (shard for shards in arrays.values() for shard in shards))
-
-
-@contextmanager
-def opened(run_dir: Path, records: Path, structs: Any, fixed: Mapping[str, Any]) -> Iterator[Copies]:
-    """`Copies`, opened and closed by a `with` statement."""
-    copies = Copies(run_dir, records, structs, fixed)
-    try:
-        yield copies
-    finally:
-        copies.close()
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Loop:
     """Trains, evaluates, logs and saves at given intervals.
 
     Args:
-      held_out: the rows of evaluations; None to record the callbacks' metrics alone.
+      held_out: the rows that `evaluate` evaluates; None to record the callbacks' metrics alone.
       config: the run's config, which is recorded.
       log_every, eval_every: in steps, as is `checkpoints.retention.every`; None for only at the end. The first step is
         logged too.
@@ -109,7 +109,6 @@ class Loop:
     """
 
     step: Step
-    evaluate: Evaluation
     train: Reads
     held_out: Reads | None
     recorder: Recorder
@@ -117,6 +116,7 @@ class Loop:
     config: dict[str, Any]
     num_steps: int
     log_every: int
+    evaluate: Evaluation | None = None
     eval_every: int | None = None
     mfu_of: Callable[[float], float] | None = None
     profile: Path | None = None
@@ -366,6 +366,7 @@ class Loop:
             self._events.call("on_evaluation_begin", state, index)
         if self.held_out is None:
             return self._record_evaluation(state, called(functions, state, index, {"tokens"}), index)
+        assert self.evaluate, "rows are held out for it"
         params = averaged(state)
         sums_of_batches = []
         gathered = Gathered()
