@@ -25,7 +25,7 @@ from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import EXPERT, LAYER, Foreign, Shape
 from meshpar.nn.describe import describe
-from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS
+from meshpar.nn.transformer import BLOCKS, DENSE_BLOCKS
 from meshpar.tree import flatten_with_paths
 
 CONFIG = "config.json"

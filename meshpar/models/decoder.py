@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
@@ -19,10 +20,9 @@ from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.compressed import dequantized
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
-from meshpar.nn.layer_loops import BLOCKS
 from meshpar.nn.lora import LoRA, without_lora
 from meshpar.nn.rules import check_rules
-from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import next_token_loss
@@ -115,6 +115,11 @@ class DecoderModel(Decoder, ModelContract):
             self.attention.check(self._attention_setting(task, ctx), problems)
         if self.experts:
             self.experts.check(ctx, task.seq_len, problems)
+        num_loops = Counter(stack for loop in self.loops for stack in {*loop.stacks})
+        if ctx.schedule and max(num_loops.values()) > 1:
+            what = "stages cut a stack that one loop computes, and these layers without experts are in several loops"
+            fix = "model.experts.every=1; or first_dense=0, and model.num_layers a multiple of every"
+            problems.add("model.experts", what, fix)
         self._check_remat(problems)
         check_rules(self.experts is not None, ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)
@@ -180,7 +185,7 @@ class DecoderModel(Decoder, ModelContract):
         return True
 
     def layer_stack(self) -> LayerStack:
-        return LayerStack(self.num_layers, self.pad_layers_to_multiple)
+        return LayerStack(tuple(map(len, self.stacks.values())), self.pad_layers_to_multiple)
 
     def generation(self) -> DecoderModel:
         return self

@@ -341,11 +341,6 @@ def test_experts_that_cannot_be_selected_are_refused(settings, message):
     [
         ({"first_dense": 3}, {}, "experts: first_dense and every leave none of 3 layers with experts"),
         ({"every": 4}, {}, "experts: first_dense and every leave none of 3 layers with experts"),
-        (
-            {"first_dense": 1},
-            {"pad_layers_to_multiple": 2},
-            "pad_layers_to_multiple = 2: it is for pipelines, whose layers must be equal",
-        ),
     ],
 )
 def test_layers_without_experts_that_do_not_fit_the_model_are_refused(experts, fields, message):
