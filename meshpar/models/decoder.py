@@ -108,9 +108,6 @@ class DecoderModel(Decoder, ModelContract):
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
-        if task.adapter and task.adapter.use_dora and ctx.parallel.fsdp.in_chunks:
-            what = "the norms of DoRA need whole kernels, of which the overlap gathers chunks during the product"
-            problems.add("lora.use_dora", what, "lora.use_dora=false, or parallel.fsdp.overlap=none")
         if isinstance(self.attention, Kernel):
             self.attention.check(self._attention_setting(task, ctx), problems)
         if self.experts:
