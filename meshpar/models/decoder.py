@@ -21,8 +21,8 @@ from meshpar.nn.compressed import dequantized
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.lora import LoRA, without_lora
-from meshpar.nn.rules import check_rules
 from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
+from meshpar.parallel.checks import check_rules
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import next_token_loss
@@ -118,7 +118,7 @@ class DecoderModel(Decoder, ModelContract):
             fix = "model.experts.every=1; or first_dense=0, and model.num_layers a multiple of every"
             problems.add("model.experts", what, fix)
         self._check_remat(problems)
-        check_rules(self.experts is not None, ctx, problems)
+        check_rules(ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)
 
     def _check_remat(self, problems: Problems) -> None:
