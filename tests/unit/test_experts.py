@@ -396,12 +396,14 @@ def refusal(**changes):
         ),
         (
             {"parallel": {"expert": "gather"}, "rules": ["replicated"], "mesh": {}},
-            "no tokens travel: the rules do not shard experts over an axis of the batch\n    the preset experts, or no parallel.expert",
+            "no tokens travel: the rules do not shard experts over an axis of the batch\n"
+            "    the preset experts, or no parallel.expert",
         ),
         (
             {
                 "parallel": {"expert": "gather"},
-                "rules": {"preset": "replicated", "experts": ["tensor"]}, "mesh": {"tensor": 2},
+                "rules": {"preset": "replicated", "experts": ["tensor"]},
+                "mesh": {"tensor": 2},
             },
             "no tokens travel: the rules do not shard experts over an axis of the batch",
         ),
