@@ -29,10 +29,17 @@ SIZES = {
     "pad_vocab_to_multiple": 8,
     "dropout": 0.2,
 }
+EXPERTS = {
+    "num": 4, "per_token": 2, "intermediate_size": 8, "balance": {"weight": 0.1, "load": "last_step"}, "z_loss": 0.01,
+}  # fmt: skip
 MODELS = {
     "llama": lambda layers, **more: Llama(num_layers=layers, **SIZES | more),
     "tied": lambda layers, **more: Llama(num_layers=layers, tie_embeddings=True, **SIZES | more),
     "gpt": lambda layers, **more: GPT(num_layers=layers, max_seq_len=SEQ, tie_embeddings=True, **SIZES | more),
+}
+MODELS |= {
+    "first_dense": lambda layers, **more: MODELS["llama"](layers, experts=EXPERTS | {"first_dense": 2}, **more),
+    "every_second": lambda layers, **more: MODELS["llama"](layers, experts=EXPERTS | {"every": 2}, **more),
 }
 MESHES = {
     "pipe2": ({"pipe": 2}, ["pipeline"]),

@@ -40,8 +40,6 @@ Equation = tuple[str, str, str]
 """The dims of two operands and of their product, one letter each."""
 Equations = tuple[Equation, ...]
 Operands = tuple[jax.Array, ...]
-Product = tuple[str, jax.Array, jax.Array]
-"""An equation as in `einsum`, and its two operands."""
 
 
 def all_gather_matmul(
@@ -82,16 +80,13 @@ def all_gather_matmul(
     return tuple(checkpoint_name(y, PRODUCT) for y in ys)
 
 
-def matmul_reduce_scatter(
-    equation: str, x: jax.Array, w: jax.Array, ring: Ring, *, dim: str, plus: Sequence[Product] = ()
-) -> jax.Array:
+def matmul_reduce_scatter(equation: str, x: jax.Array, w: jax.Array, ring: Ring, *, dim: str) -> jax.Array:
     """`einsum(equation, x, w)`, summed over the ring and scattered over `dim` of the result.
 
     Args:
       equation: as in `einsum`, for two operands.
       x, w: operands of one dtype, not sharded in `dim`.
       dim: the letter of the dim of the result that is scattered.
-      plus: (equation, x, w) of further products with the same result, which are added to the sum.
 
     Returns:
       This device's shard of the sum.
@@ -110,15 +105,12 @@ def matmul_reduce_scatter(
     >>> jax.jit(f)(jnp.eye(4), jnp.arange(8.0).reshape(4, 2)).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     """
-    texts, xs, ws = zip((equation, x, w), *plus, strict=True)
-    equations = tuple(map(_parse, texts))
+    of_x, of_w, of_y = _parse(equation)
     chunks = Chunks(dim, ring)
-    for (of_x, of_w, _), one, other in zip(equations, xs, ws, strict=True):
-        chunks.require(one, of_x)
-        chunks.require(other, of_w)
-    operands = varying_alike(*xs, *ws)
-    found = _scattered(chunks, equations, x.dtype, operands[: len(xs)], operands[len(xs) :])
-    return checkpoint_name(found, PRODUCT)
+    chunks.require(x, of_x)
+    chunks.require(w, of_w)
+    x, w = varying_alike(x, w)
+    return checkpoint_name(_scattered(chunks, ((of_x, of_w, of_y),), x.dtype, (x,), (w,)), PRODUCT)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.interop.kinds import kinds_of
 from meshpar.models.contract import ModelProgram, Vocabulary
 from meshpar.nn.quantized_kernel import is_quantized
-from meshpar.nn.rules import check_rules
 from meshpar.optim.base import Matrix
 from meshpar.optim.freeze import for_good
+from meshpar.parallel.checks import check_rules
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.precision import stored_in
 from meshpar.parallel.strategies import Parallel
@@ -133,8 +133,7 @@ class Prepared(Training):
         if not all(one.is_countable(self.ctx) for one in self.strategies):
             return False
         problems = Problems()
-        has_experts = getattr(self.run.model, "experts", None) is not None
-        check_rules(has_experts, replace(self.ctx, manual=True), problems)
+        check_rules(replace(self.ctx, manual=True), problems)
         return not problems.found
 
     @cached_property

@@ -50,8 +50,6 @@ OF_MODEL: Mapping[str, Callable[[Run], bool]] = {
         not isinstance(run.loss, LossConfig) or run.loss.model_copy(update={"chunk": "auto"}) != LossConfig()
     ),
     "distill": lambda run: run.distill is not None,
-    "model.experts.every": lambda run: getattr(_experts(run), "every", 1) > 1,
-    "model.experts.first_dense": lambda run: getattr(_experts(run), "first_dense", 0) > 0,
     "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
 }
 """Key -> whether a run uses this feature, which `Options` does not know."""
@@ -292,7 +290,7 @@ def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, 
         fix = "parallel.pipeline.cut=null to divide the layers as evenly as possible"
         problems.add("parallel.pipeline.cut", why, "" if _why_not_cut(layers, even, num_stages) else fix)
         return
-    over = -layers.stacked_layers % num_shards
+    over = layers.lacking(num_shards)
     if not why and not over:
         return
     fixes: list[str] = []
@@ -305,7 +303,7 @@ def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, 
         least = num_stages * schedule.chunks_per_stage
         step = math.lcm(layers.multiple, num_shards)
         fixes.append(f"model.num_layers={math.ceil(least / step) * step}")
-    what = f"{layers.stacked_layers} layers cannot be divided equally among {num_stages} stages"
+    what = f"{' and '.join(map(str, layers.stacked))} layers cannot be divided equally among {num_stages} stages"
     problems.add("model.num_layers", why or what, ", or ".join(fixes))
 
 

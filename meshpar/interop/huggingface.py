@@ -24,7 +24,7 @@ from meshpar.interop.safetensors import Tensor
 from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import EXPERT, Shape
-from meshpar.nn.layer_loops import BLOCKS
+from meshpar.nn.transformer import BLOCKS
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HEAD = "lm_head.weight"

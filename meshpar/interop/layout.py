@@ -24,7 +24,7 @@ from meshpar.models.families.family import Exact, Family
 from meshpar.models.families.options import DecoderOptions
 from meshpar.models.foreign import EXPERT, LAYER, Foreign, Shape
 from meshpar.nn.describe import describe
-from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS
+from meshpar.nn.transformer import BLOCKS, DENSE_BLOCKS
 from meshpar.tree import flatten_with_paths
 
 Options = DecoderOptions | EncoderOptions | TwoTowers

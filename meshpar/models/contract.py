@@ -57,15 +57,27 @@ class Vocabulary(NamedTuple):
 
 
 class LayerStack(NamedTuple):
-    """The number of layers of a model; their stack is padded to a multiple of `multiple`."""
+    """The number of layers in each stack of a model; each stack is padded to a multiple of `multiple`."""
 
-    num_layers: int
+    counts: tuple[int, ...]
     multiple: int
 
     @property
+    def num_layers(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Rows of the stacked parameters of each stack, including padding."""
+        return tuple(-(-count // self.multiple) * self.multiple for count in self.counts)
+
+    @property
     def stacked_layers(self) -> int:
-        """Rows of the layers' stacked parameters, including padding."""
-        return -(-self.num_layers // self.multiple) * self.multiple
+        return sum(self.stacked)
+
+    def lacking(self, num_stages: int) -> int:
+        """How many layers the stacks lack to be stored on this number of stages equally."""
+        return sum(-rows % num_stages for rows in self.stacked)
 
 
 @dataclass(frozen=True, kw_only=True)

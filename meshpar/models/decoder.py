@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
@@ -19,10 +20,9 @@ from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.compressed import dequantized
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
-from meshpar.nn.layer_loops import BLOCKS
 from meshpar.nn.lora import LoRA, without_lora
-from meshpar.nn.rules import check_rules
-from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
+from meshpar.parallel.checks import check_rules
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
 from meshpar.train.loss import next_token_loss
@@ -108,15 +108,17 @@ class DecoderModel(Decoder, ModelContract):
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
-        if task.adapter and task.adapter.use_dora and ctx.parallel.fsdp.in_chunks:
-            what = "the norms of DoRA need whole kernels, of which the overlap gathers chunks during the product"
-            problems.add("lora.use_dora", what, "lora.use_dora=false, or parallel.fsdp.overlap=none")
         if isinstance(self.attention, Kernel):
             self.attention.check(self._attention_setting(task, ctx), problems)
         if self.experts:
             self.experts.check(ctx, task.seq_len, problems)
+        num_loops = Counter(stack for loop in self.loops for stack in {*loop.stacks})
+        if ctx.schedule and max(num_loops.values()) > 1:
+            what = "stages cut a stack that one loop computes, and these layers without experts are in several loops"
+            fix = "model.experts.every=1; or first_dense=0, and model.num_layers a multiple of every"
+            problems.add("model.experts", what, fix)
         self._check_remat(problems)
-        check_rules(self.experts is not None, ctx, problems)
+        check_rules(ctx, problems)
         context_parallel.check(self.attention, self.num_heads, ctx, problems)
 
     def _check_remat(self, problems: Problems) -> None:
@@ -180,7 +182,7 @@ class DecoderModel(Decoder, ModelContract):
         return True
 
     def layer_stack(self) -> LayerStack:
-        return LayerStack(self.num_layers, self.pad_layers_to_multiple)
+        return LayerStack(tuple(map(len, self.stacks.values())), self.pad_layers_to_multiple)
 
     def generation(self) -> DecoderModel:
         return self

@@ -70,6 +70,7 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
     intermediate_size = scale.now("mlp") * (hidden_size // scale.now("mlp") + 1)
     pad_vocab_to_multiple = VOCAB_MULTIPLE * scale.now("vocab")
     is_padded = model.padded_vocab > model.vocab_size
+    has_padded_layers = any(len(layers) % model.pad_layers_to_multiple for layers in model.stacks.values())
     is_longer = model.learned_positions and model.max_seq_len > scale.seq_len
     return (
         _window(model)
@@ -78,7 +79,7 @@ def decoder_sizes(model: Decoder, scale: Scale) -> dict[str, Any]:
             "num_layers": _num_layers(model, scale),
             "attention": model.attention.reference(scale.seq_len, scale.small_seq_len).model_dump(),
             "weights": None,
-            "pad_layers_to_multiple": scale.now("layers") if model.stacked_layers > model.num_layers else 1,
+            "pad_layers_to_multiple": scale.now("layers") if has_padded_layers else 1,
             "num_heads": heads,
             "num_kv_heads": model.num_kv_heads and kv_heads,
             "head_dim": model.head_dim and HEAD_DIM,

@@ -5,8 +5,11 @@ Shapes: B batch, S seq, R residual_seq, D embed, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meshpar.config import Coerced, Config, Positive, default
-from meshpar.nn import layer_loops
 from meshpar.nn.attention import AnyCore, Auto
 from meshpar.nn.attention.core import Cache, CachedCore, Core, Window
 from meshpar.nn.attention.layer import Attention, Bias, QKNorm
 from meshpar.nn.compressed import LowRankKernel, store_compressed
 from meshpar.nn.experts import Experts
 from meshpar.nn.experts.layer import MixtureOfExperts
-from meshpar.nn.layer_loops import BLOCKS, DENSE_BLOCKS, Layer, Loop, loops_over, stack_of
 from meshpar.nn.layers import dropout, normal
 from meshpar.nn.low_rank import use_adapters
 from meshpar.nn.quantized_kernel import Quantized
@@ -36,6 +37,12 @@ from meshpar.parallel.projection import Projection
 from meshpar.parallel.xla import is_unrolled
 
 Batch = dict[str, Int[Array, "..."] | Bool[Array, "..."]]
+Layer = Callable[[Any, Any], tuple[Any, Auxiliary]]
+"""(carry, a row of a stack) -> (the next carry, the layer's share of the model's `Auxiliary`)."""
+BLOCKS = "blocks"
+DENSE_BLOCKS = "dense_blocks"
+"""The stacks of layers in the tree of parameters. If only some layers have experts, `blocks` contains those with
+experts, and `dense_blocks` the others."""
 
 
 class NormClass(Protocol):
@@ -83,7 +90,7 @@ class Decoder(Config):
     num_layers: Annotated[Positive, pydantic.Field(le=10_000)]
     """Number of transformer blocks."""
     pad_layers_to_multiple: Positive = 1
-    """Pads the stacked layers to a multiple that pipeline stages divide. The padding is never computed."""
+    """Pads each stack of layers to a multiple that pipeline stages divide. The padding is never computed."""
     hidden_size: Positive
     """Width of the residual stream."""
     num_heads: Positive
@@ -128,9 +135,6 @@ class Decoder(Config):
     def _some_layers_have_experts(self) -> Decoder:
         if not self.layers_in(BLOCKS):
             raise ValueError(f"experts: first_dense and every leave none of {self.num_layers} layers with experts")
-        if self.layers_in(DENSE_BLOCKS) and self.pad_layers_to_multiple > 1:
-            why = "it is for pipelines, whose layers must be equal, and only some layers have experts"
-            raise ValueError(f"pad_layers_to_multiple = {self.pad_layers_to_multiple}: {why}")
         return self
 
     @property
@@ -154,14 +158,30 @@ class Decoder(Config):
         each = [unlimited if i in self.global_layers else self.window for i in range(self.num_layers)]
         return jnp.asarray(each, jnp.int32)[layer]
 
-    @property
-    def stacked_layers(self) -> int:
-        """Rows of the blocks' stacked parameters, including padding."""
-        return -(-self.num_layers // self.pad_layers_to_multiple) * self.pad_layers_to_multiple
-
     def layers_in(self, stack: str) -> list[int]:
         """The indices of the layers whose parameters are in this stack, in the order of its rows."""
-        return [layer for layer in range(self.num_layers) if stack_of(layer, self.experts) == stack]
+        has_experts = [self.experts is None or self.experts.are_in(layer) for layer in range(self.num_layers)]
+        return [layer for layer, has in enumerate(has_experts) if has == (stack == BLOCKS)]
+
+    @property
+    def stacks(self) -> dict[str, list[int]]:
+        """Stack -> `layers_in` it, of those that have layers."""
+        return {stack: layers for stack in (DENSE_BLOCKS, BLOCKS) if (layers := self.layers_in(stack))}
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """The loops that compute all layers, in their order.
+
+        Equal layers are one loop. With `experts.every`, an iteration computes layers up to the next one with experts.
+        """
+        sparse = self.layers_in(BLOCKS)
+        period = self.experts.every if self.experts else 1
+        loops = (
+            Loop((DENSE_BLOCKS,), sparse[0] + 1 - period),
+            Loop((DENSE_BLOCKS,) * (period - 1) + (BLOCKS,), len(sparse)),
+            Loop((DENSE_BLOCKS,), self.num_layers - 1 - sparse[-1]),
+        )
+        return tuple(loop for loop in loops if loop.repeats)
 
     @property
     def mlp_width(self) -> int:
@@ -218,6 +238,18 @@ class Decoder(Config):
     def abstract(self) -> Transformer:
         """The decoder with shapes and dtypes in place of arrays."""
         return nnx.eval_shape(lambda: self.build(nnx.Rngs(0)))
+
+
+class Loop(NamedTuple):
+    """A loop over consecutive layers.
+
+    Args:
+      stacks: the stack of each layer of an iteration.
+      repeats: the number of iterations.
+    """
+
+    stacks: tuple[str, ...]
+    repeats: int
 
 
 TRAINING_FIELDS = (
@@ -278,7 +310,7 @@ class Transformer(nnx.Module):
         if model.learned_positions:
             self.positions = normal(rngs, (model.max_seq_len, model.hidden_size), 0.02, ("positions", "embed"))
         self.blocks = _stacked_blocks(model, BLOCKS, rngs)
-        if model.layers_in(DENSE_BLOCKS):
+        if DENSE_BLOCKS in model.stacks:
             self.dense_blocks = _stacked_blocks(model, DENSE_BLOCKS, rngs)
         self.norm = model.norm(model.hidden_size, eps=model.norm_eps)
         if not model.tie_embeddings:
@@ -335,46 +367,75 @@ class Transformer(nnx.Module):
     def _scan(
         self, x_BRD: Float[Array, "B R D"], batch: Batch, key: PRNGKeyArray | None, cache: Cache | None = None
     ) -> tuple[Float[Array, "B R D"], Auxiliary, Any]:
-        rope = self.shared(batch, x_BRD)
-        loops = loops_over(self.model.num_layers, self.model.experts)
+        """Computes all layers. A stack's parameters have a row for each of its layers, and then those of padding."""
+        loops = self.model.loops
         unroll = self.model.layers_of_an_iteration(platform(), self.model.remat.recomputes)
         if planned() and self.model.unroll == "auto":
             unroll = 1  # the partitioner decides
-
-        def layer_of(stack: str, graph: Any) -> Layer:
-            num_rows = len(self.model.layers_in(stack))
-
-            def layer(
-                carry: tuple[jax.Array, Cache | None], row: tuple[Any, jax.Array, jax.Array]
-            ) -> tuple[Any, Auxiliary]:
-                x, cache = carry
-                params, index, place = row
-                block = nnx.merge(graph, params)
-                use_adapters(block, batch.get("adapters"))
-                window = self.model.window_of(index)
-                core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
-                x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
-                return (x, cache), auxiliary.share(num_rows, place)
-
-            if not self.model.remat.recomputes:
-                return layer
-            policy = gathering_again(self.model.remat.checkpoint_policy())
-            # XLA does not merge the recomputation with the forward across a loop; without a loop it needs barriers.
-            needs_barriers = unroll > 1 or loops != (Loop((stack,), num_rows),)
-            return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
-
-        stacks = {}
-        layers = {}
-        for stack in dict.fromkeys(stack for loop in loops for stack in loop.stacks):
+        # XLA does not merge the recomputation with the forward across a loop; without a loop it needs barriers.
+        needs_barriers = unroll > 1 or len(loops) > 1 or len(loops[0].stacks) > 1
+        rope = self.shared(batch, x_BRD)
+        stacks, layers = {}, {}
+        for stack, indices in self.model.stacks.items():
             graph, params = nnx.split(getattr(self, stack))
-            indices = self.model.layers_in(stack)
             stacks[stack] = (params, jnp.asarray(indices, jnp.int32), jnp.arange(len(indices), dtype=jnp.int32))
-            layers[stack] = layer_of(stack, graph)
-        (x_BRD, cache), auxiliary = layer_loops.run(loops, stacks, layers, (x_BRD, cache), unroll)
-        return x_BRD, auxiliary, cache
+            layers[stack] = self._layer(graph, len(indices), batch, rope, key, needs_barriers)
+        carry = x_BRD, cache
+        total = Auxiliary({}, {})
+        begin = dict.fromkeys(stacks, 0)
+        for loop in loops:
+            rows = {}
+            for stack, num in Counter(loop.stacks).items():
+                rows[stack] = jax.tree.map(partial(_rows, begin[stack], loop.repeats, num), stacks[stack])
+                begin[stack] += loop.repeats * num
+            times = max(1, min(unroll // len(loop.stacks), loop.repeats))
+            carry, shares = jax.lax.scan(partial(_iteration, loop.stacks, layers), carry, rows, unroll=times)
+            for share in shares:
+                total = total.plus(jax.tree.map(lambda x: x.sum(0), share))
+        return carry[0], total, carry[1]
+
+    def _layer(
+        self, graph: Any, num_rows: int, batch: Batch, rope: RopeAngles | None, key: PRNGKeyArray | None,
+        needs_barriers: bool,
+    ) -> Layer:  # fmt: skip
+        """The function of a layer of a stack of `num_rows` layers."""
+
+        def layer(carry: Any, row: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, Auxiliary]:
+            x, cache = carry
+            params, index, place = row
+            block = nnx.merge(graph, params)
+            use_adapters(block, batch.get("adapters"))
+            core = self.model.attention if cache is None else cache.layer(index, self.model.attention)
+            window = self.model.window_of(index)
+            x, auxiliary, cache = block(x, core, batch, rope, _fold(key, index), window)
+            return (x, cache), auxiliary.share(num_rows, place)
+
+        if not self.model.remat.recomputes:
+            return layer
+        policy = gathering_again(self.model.remat.checkpoint_policy())
+        return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
 
     def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Projection:
         return Projection(self.norm(x_BRD), self.head[...] if tied_VD is None else tied_VD.T)
+
+
+def _rows(begin: int, repeats: int, num: int, x: jax.Array) -> jax.Array:
+    """[repeats, num, ...], rows of a stack from `begin`; without the second dim if an iteration has one row."""
+    rows = x[begin : begin + repeats * num]
+    return rows if num == 1 else rows.reshape(repeats, num, *x.shape[1:])
+
+
+def _iteration(
+    stacks: Sequence[str], layers: Mapping[str, Layer], carry: Any, rows: Mapping[str, Any]
+) -> tuple[Any, list[Auxiliary]]:
+    shares = []
+    for i, stack in enumerate(stacks):
+        row = rows[stack]
+        if stacks.count(stack) > 1:
+            row = jax.tree.map(itemgetter(stacks[:i].count(stack)), row)
+        carry, share = layers[stack](carry, row)
+        shares.append(share)
+    return carry, shares
 
 
 def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
@@ -382,7 +443,8 @@ def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
 
     Memory: layers are initialized one after the other, so temporary arrays have the size of one layer.
     """
-    padding = model.stacked_layers - model.num_layers
+    num_layers = len(model.layers_in(stack))
+    padding = -num_layers % model.pad_layers_to_multiple
     graphs: list[Any] = []
 
     def init(key: jax.Array) -> Any:
@@ -393,7 +455,7 @@ def _stacked_blocks(model: Decoder, stack: str, rngs: nnx.Rngs) -> Any:
     def pad(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, jnp.zeros((padding, *x.shape[1:]), x.dtype)]) if padding else x
 
-    keys = jax.random.split(rngs.params(), len(model.layers_in(stack)))
+    keys = jax.random.split(rngs.params(), num_layers)
     params = jax.tree.map(pad, jax.lax.map(init, keys))
     stacked = nnx.merge(graphs[0], params)
     for _, param in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):

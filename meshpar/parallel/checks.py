@@ -15,8 +15,11 @@ import numpy as np
 
 from meshpar.collectives.reduction import Exact
 from meshpar.errors import ConfigError, Problems
+from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.strategies import ContextParallel, ExpertParallel, FullySharded, TensorParallel
+from meshpar.sharding.resolve import live
+from meshpar.sharding.rules import ACTIVATION_DIMS, TOKENS
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,24 @@ def check_strategies(ctx: ParallelContext, problems: Problems) -> None:
     if ctx.parallel.local:
         ctx.parallel.local.check(ctx.rules, ctx.mesh.shape, ctx.manual, problems)
     _check_reduction(ctx, problems)
+
+
+def check_rules(ctx: ParallelContext, problems: Problems) -> None:
+    """Adds every rule of an activation of meshpar's own decoders that is not computed."""
+    for i, dim in enumerate(ACTIVATION_DIMS):
+        # Along an axis, devices hold different rows or different parts of rows, but not both.
+        for tokens in TOKENS[:i]:
+            shared = tuple(axis for axis in ctx.rules[dim] if axis in ctx.rules[tokens])
+            if taken := live(ctx.mesh, shared):
+                why = f"{tokens} is sharded over it already, and no parameter has such a dim"
+                _refuse(dim, taken, why, ctx, problems)
+    if not ctx.manual and (stages := ctx.axes("stage")):
+        _refuse("stage", stages, "GSPMD has no pipeline: all stages would do the same work", ctx, problems)
+
+
+def _refuse(dim: str, axes: Axes, why: str, ctx: ParallelContext, problems: Problems) -> None:
+    others = ", ".join(axis for axis in ctx.rules[dim] if axis not in axes)
+    problems.add(f"rules.{dim}", f"cannot be sharded over {', '.join(axes)}: {why}", f"rules.{dim}=[{others}]")
 
 
 def check_own_layers(ctx: ParallelContext, model: str, is_local: bool, problems: Problems) -> ParallelContext:

@@ -10,13 +10,10 @@ _OVERLAPS = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
 _RINGS = "its rings are permutes, which wait for all devices of the mesh, and stages run different operations at a time"
 _CHUNKS = "it multiplies chunks as they arrive, before the largest element of the whole operand is known"
 _SLOTS = "stages save activations in branches, and XLA would hold two copies of each slot in the host's memory"
-_STACKS = "stages compute equal layers, and layers without experts have other parameters than those with experts"
 REFUSED: Mapping[tuple[str, str], str] = {
     **{(overlap, "parallel.pipeline"): _RINGS for overlap in _OVERLAPS},
     **{(overlap, "precision.matmul"): _CHUNKS for overlap in _OVERLAPS},
     ("model.remat.offload", "parallel.pipeline"): _SLOTS,
-    ("model.experts.every", "parallel.pipeline"): _STACKS,
-    ("model.experts.first_dense", "parallel.pipeline"): _STACKS,
     ("prune", "lora"): "LoRA freezes the kernels, and pruning changes trained weights",
     ("prune", "parallel.local"): "slices would prune different weights, and the mean of slices would have fewer zeros",
 }

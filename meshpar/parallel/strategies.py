@@ -178,8 +178,8 @@ class Parallel(Config):
             what = "nothing to share: the rules do not shard seq, so each device has whole rows"
             problems.add("parallel.context", what, "the preset context, or no parallel.context")
         expert = self.expert not in (None, ExpertParallel())
-        if expert and not rules["experts"]:
-            what = "no tokens travel: the rules do not shard experts"
+        if expert and not rules.dispatch_axes("experts"):
+            what = "no tokens travel: the rules do not shard experts over an axis of the batch"
             problems.add("parallel.expert", what, "the preset experts, or no parallel.expert")
         if is_manual:
             return

@@ -63,4 +63,4 @@ def _cut(run: str, platform: str) -> LayerStack | None:
     except MeshparError:
         return None
     stacks = pipeline.parts.layer_counts().stacks if pipeline else ()
-    return LayerStack(sum(stack.num_layers for stack in stacks), 1) if stacks else None
+    return LayerStack(tuple(stack.num_layers for stack in stacks), 1) if stacks else None

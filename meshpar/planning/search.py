@@ -228,7 +228,7 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
 def _ends(run: Run, tokens: int, platform: str) -> Ends:
     """The probe of a pipeline, by a trace on two stages; nothing if the run does not fit them."""
     stack = layers_of(run, platform)
-    padded_to = 2 if stack and stack.stacked_layers % 2 and run.model.has_own_layers else 0
+    padded_to = 2 if stack and stack.lacking(2) and run.model.has_own_layers else 0
     pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
     step = pair.countable_step if pair else None
     stages = stages_of(operations(step, pair), step, pair) if pair and step else None

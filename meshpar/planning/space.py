@@ -197,7 +197,7 @@ def layouts(
         if sizes["pipe"] > 1:
             if not stack or stack.num_layers < sizes["pipe"]:
                 continue
-            padded_to = sizes["pipe"] if stack.stacked_layers % sizes["pipe"] and run.model.has_own_layers else 0
+            padded_to = sizes["pipe"] if stack.lacking(sizes["pipe"]) and run.model.has_own_layers else 0
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
             if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:

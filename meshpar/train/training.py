@@ -121,6 +121,12 @@ class Training:
         """The keys of the carried state that the loss does not get."""
         return frozenset({SLICES, *(one.key for one in self.strategies if one.key and not one.is_of_loss)})
 
+    @property
+    def _set_by_steps(self) -> tuple[str, ...]:
+        """The paths of parameters that a step sets itself, such as the loads of routers."""
+        state_params = self.update.state_params
+        return tuple(state_params.paths) if state_params else ()
+
     @cached_property
     def placement(self) -> StatePlacement:
         """How the state of the training is sharded.
@@ -133,8 +139,7 @@ class Training:
         alone = self.slice_placement
         if local is None:
             return alone
-        state_params = self.update.state_params
-        if set(alone.carried) - {REDUCE} or (state_params and state_params.paths):
+        if set(alone.carried) - {REDUCE} or self._set_by_steps:
             what = "steps change state of the model other than parameters, which slices do not average"
             raise ConfigError(f"parallel.local: {what}; set parallel.local=null")
         check_fragments(local.fragments, alone.trained)
@@ -238,9 +243,10 @@ class Training:
 
         It does if the layers are on these stages already, or if each step has to move them: if a stage of an uneven cut
         computes with more or fewer layers than it stores, or if the position of the layers is unknown in an optimizer's
-        array.
+        array, or if a step sets rows of a parameter itself.
         """
-        exchange = self.pipeline.permutation(self.ctx) if self.pipeline and not self.ctx.local else None
+        pipeline = None if self.ctx.local or self._set_by_steps else self.pipeline
+        exchange = pipeline.permutation(self.ctx) if pipeline else None
         found = LayerOrder(exchange, self.ctx, self.placement) if exchange else None
         return found if found and found.covers_state else None
 
@@ -253,9 +259,7 @@ class Training:
         if not self.update.is_elementwise or not self._reads_layers_alone:
             return None
         strategies = (self.ctx.local, self.pipeline, self.ctx.gradient_reduction)
-        state_params = self.update.state_params
-        changed = state_params.paths if state_params else ()
-        others = (*strategies, self.frozen, self.frozen_rows, self.slice_placement.carried, changed)
+        others = (*strategies, self.frozen, self.frozen_rows, self.slice_placement.carried, self._set_by_steps)
         if any(others) or self.is_offloaded or self.ctx.axes(LAYERS):
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)

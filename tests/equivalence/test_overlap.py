@@ -8,28 +8,24 @@ import pytest
 
 from meshpar.collectives import ring
 from meshpar.nn.low_rank import Adapter
-from tests.equivalence.conftest import ADAPT, MODELS, on_one_device, outcome, prepared
+from tests.equivalence.conftest import MODELS, on_one_device, outcome, prepared
 from tests.equivalence.test_layouts import REFUSED
 
 TENSOR = [("tensor", "tensor4_sp"), ("tensor", "data2_fsdp2_tensor2")]
 FSDP = [("fsdp", "zero3"), ("fsdp", "hsdp2x4"), ("fsdp", "data2_fsdp2_tensor2")]
 
 
-def is_dora(model):
-    """Whether it has norms of whole kernels, of which `parallel.fsdp.overlap` gathers chunks: a config refuses them."""
-    return model in ADAPT and ADAPT[model].use_dora
-
-
 EVERY = [
     (model, section, layout, way, accumulation, unrolled)
     for model, (section, layout), way in product(MODELS, TENSOR + FSDP, ["ring", "bidirectional"])
     for accumulation, unrolled in ((1, 8), (4, 1))
-    if (model, accumulation) != REFUSED and not (section == "fsdp" and is_dora(model))
+    if (model, accumulation) != REFUSED
 ]
 SAMPLE = [
     ("llama", "tensor", "tensor4_sp", "ring", 1, 8),
     ("llama_lora", "tensor", "tensor4_sp", "bidirectional", 1, 8),
     ("gpt_dropout_remat", "fsdp", "data2_fsdp2_tensor2", "ring", 4, 1),
+    ("llama_dora", "fsdp", "zero3", "bidirectional", 1, 8),
 ]
 CASES = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY

@@ -111,6 +111,29 @@ def test_layers_that_every_stage_stores_are_equal_to_one_device():
     assert difference(run, "tied", 7) < 1e-10
 
 
+SOME_EXPERTS = [
+    ("first_dense", 6, "fsdp2_tensor2_sp", "1f1b", {}),
+    ("every_second", 8, "pipe2", "1f1b", {}),
+    ("first_dense", 5, "pipe2", "zb_h1", {"pad_layers_to_multiple": 2}),
+    ("every_second", 8, "data2_tensor2", "interleaved", {}),
+    ("first_dense", 6, "zero2", "zbv", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "mesh", "kind", "fields"),
+    [pytest.param(*case, marks=pytest.mark.slow if i else []) for i, case in enumerate(SOME_EXPERTS)],
+)
+def test_stages_of_layers_some_of_which_have_experts_are_equal_to_one_device(model, layers, mesh, kind, fields):
+    run = prepared(MODELS[model](layers, **fields), mesh, scheduled(kind, mesh, 4))
+    assert difference(run, model, layers) < 1e-10
+
+
+def test_layers_without_experts_in_several_loops_are_refused():
+    with pytest.raises(ConfigError, match=r"model.experts\n    stages cut a stack that one loop computes"):
+        prepared(MODELS["every_second"](7), "pipe2", scheduled("1f1b", "pipe2", 4), rules={"layers": ()})
+
+
 CUTS = [
     ("zb_h1", "fsdp2_tensor2_sp", (3, 5)),
     ("gpipe", "pipe4", (3, 1, 2, 2)),

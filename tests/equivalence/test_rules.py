@@ -37,3 +37,20 @@ def test_rules_that_are_accepted_compute_what_one_device_computes(lowering, rule
     mesh = MeshLayout(fsdp=2, context=2, tensor=2)
     got = outcome(prepared("llama", None, lowering, 1, mesh=mesh, rules=AxisRules(preset=("replicated",), **rules)))
     assert got.difference(on_one_device("llama")) < 1e-10
+
+
+OF_EXPERTS = [
+    ("llama_experts", {"experts": TENSOR, "router": CONTEXT}),
+    ("llama_experts_capacity", {"router": TENSOR, "embed": CONTEXT}),
+    ("llama_experts", {"embed": TENSOR, "mlp": CONTEXT}),
+    ("llama_experts_capacity", {"experts": BOTH, "heads": TENSOR, "kv_heads": TENSOR}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "rules"), [pytest.param(*case, marks=pytest.mark.slow if i else []) for i, case in enumerate(OF_EXPERTS)]
+)
+def test_experts_that_axes_without_tokens_shard_are_gathered_and_equal_to_one_device(model, rules):
+    mesh = MeshLayout(fsdp=2, context=2, tensor=2)
+    got = outcome(prepared(model, None, "manual", 1, mesh=mesh, rules=AxisRules(preset=("replicated",), **rules)))
+    assert got.difference(on_one_device(model)) < 1e-10

@@ -33,10 +33,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model": SIZES | {"low_rank": [{"path": "blocks.mlp.up", "rank": 4}]}},
         "lora.use_dora\n    blocks.mlp.up: kernels of experts, and factors of a kernel, are adapted without",
     ),
-    "chunks": (
-        {"use_dora": True}, {"parallel": {"fsdp": {"overlap": "ring"}}},
-        "lora.use_dora\n    the norms of DoRA need whole kernels, of which the overlap gathers chunks",
-    ),
     "a rank of zero": ({"rank_pattern": {"blocks.attn.q": 0}}, {}, "lora.rank_pattern"),
 }  # fmt: skip
 

@@ -15,14 +15,11 @@ from meshpar.parallel.combinations import REFUSED
 MODEL = {
     "kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 258,
 }  # fmt: skip
-EXPERTS = {"num": 2, "per_token": 1, "intermediate_size": 8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "loss": {"loss": {"z_loss": 1e-4}},
     "freeze": {"freeze": ["embedding"]},
     "lora": {"lora": {"rank": 2}},
     "prune": {"prune": {"kind": "n_of_m", "every": 1, "times": 2}},
-    "model.experts.every": {"model": {"experts": EXPERTS | {"every": 2}}},
-    "model.experts.first_dense": {"model": {"experts": EXPERTS | {"first_dense": 1}}},
     "model.remat.offload": {"model": {"remat": {"offload": ["attn"]}}},
     "parallel.pipeline": {"parallel": {"pipeline": {"kind": "1f1b", "num_microbatches": 2}}},
     "parallel.local": {"parallel": {"local": {"every": 2}}},
@@ -75,9 +72,8 @@ def test_only_pairs_that_cannot_work_are_refused():
     """A further pair needs a reason that excludes it, and a line here: that nobody has tried it is no reason."""
     overlaps = ("parallel.tensor.overlap", "parallel.fsdp.overlap")
     excluded = {(overlap, other) for overlap in overlaps for other in ("parallel.pipeline", "precision.matmul")}
-    piped = ("model.remat.offload", "model.experts.every", "model.experts.first_dense")
     alone = {("prune", "lora"), ("prune", "parallel.local")}
-    assert {*REFUSED} == excluded | {(key, "parallel.pipeline") for key in piped} | alone
+    assert {*REFUSED} == excluded | {("model.remat.offload", "parallel.pipeline")} | alone
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)

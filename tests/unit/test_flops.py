@@ -223,7 +223,7 @@ def by_the_formula(run) -> int:
     """Each kernel multiplies each token, except in layers that are padding."""
     model = run.run.model
     kernels = {path: spec for path, spec in flatten_with_paths(run.specs).items() if path.endswith("kernel")}
-    params = sum(spec.size * model.num_layers // model.stacked_layers for spec in kernels.values())
+    params = sum(spec.size * model.num_layers // model.layer_stack().stacked_layers for spec in kernels.values())
     params += model.padded_vocab * model.hidden_size
     data = run.run.data
     width = model.num_heads * model.head_size

@@ -184,7 +184,7 @@ def test_padded_layers_are_zeros_that_change_nothing():
         return params["blocks"], jax.grad(lambda p: jnp.square(apply(p, batch(), None)).mean())(params)["blocks"]
 
     padded = Llama(**SIZES, pad_layers_to_multiple=3)
-    assert (padded.num_layers, padded.stacked_layers) == (2, 3)
+    assert (padded.num_layers, padded.layer_stack().stacked_layers) == (2, 3)
     for found, expected in zip(jax.tree.leaves(grads(padded)), jax.tree.leaves(grads(Llama(**SIZES))), strict=True):
         np.testing.assert_array_equal(found[:2], expected)
         assert not found[2].any()

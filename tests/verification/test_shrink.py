@@ -83,7 +83,7 @@ def test_padded_layers_stay_padded(float64):
     model = Llama(num_layers=70, pad_layers_to_multiple=12, hidden_size=64, num_heads=4, intermediate_size=64)
     schedule = OneFOneB(num_microbatches=24)
     small = shrink(run_of(model, MeshLayout(pipe=12), AxisRules(preset="pipeline"), parallel={"pipeline": schedule}))
-    assert (small.mesh.pipe, small.model.num_layers, small.model.stacked_layers) == (4, 5, 8)
+    assert (small.mesh.pipe, small.model.num_layers, small.model.layer_stack().stacked_layers) == (4, 5, 8)
     prepare(small, small.mesh.abstract())
 
 

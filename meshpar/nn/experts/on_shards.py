@@ -30,7 +30,8 @@ def on_shards(
     Returns:
       float [batch, seq, embed], and losses and metrics as a `Sum` over all tokens of this call that count.
 
-    Communication: that of `compute`. Each device returns sums over its own tokens.
+    Communication: that of `compute`; and all-gathers of parameters over axes that shard neither tokens nor `mlp`. Each
+      device returns sums over its own tokens.
     """
     rows = PartitionSpec(ctx.axes("batch"), ctx.residual_axes)
     tokens = ctx.axes("batch") + ctx.axes("seq")
@@ -43,7 +44,7 @@ def on_shards(
 
     def copied(param: jax.Array, dims: Sequence[str]) -> tuple[jax.Array, PartitionSpec]:
         """A copy for each device with other tokens, so that a gradient is that of its own until the step sums it."""
-        axes = [ctx.axes(dim) + ctx.dispatch(dim) for dim in dims]
+        axes = [ctx.dispatch(dim) + (ctx.axes(dim) if dim == "mlp" else ()) for dim in dims]
         splitting = ctx.axes("batch") + ctx.residual_axes
         others = tuple(axis for axis in splitting if not any(axis in over for over in axes))
         num = math.prod(ctx.mesh.shape[axis] for axis in others)
