@@ -40,6 +40,7 @@ class Split:
     Args:
       residuals: types of the values that F returns for B and W.
       stash: types of the values that B returns for W.
+      recomputes: whether the stash has activations: values that B computes again, and W needs too.
       shares: the types of the layer's `Shares`.
     """
 
@@ -49,6 +50,7 @@ class Split:
     _consts: list[Any]
     residuals: Avals
     stash: Avals
+    recomputes: bool
     shares: Shares
     _params: Any
 
@@ -170,7 +172,7 @@ class _Cut:
             self._part(in_backward, [*self.given, *residuals, *self.cotangents], [*dx, *stash]),
             self._part(in_weights, [*self.given, *residuals, *stash], dparams),
             list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
-            shares, params,
+            not self.of_dy.issuperset(stash), shares, params,
         )  # fmt: skip
 
     def _needed(
