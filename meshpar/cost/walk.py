@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -51,7 +52,8 @@ class Visit:
         return self.equation.primitive.name
 
 
-def walk(program: ClosedJaxpr, mean: bool = False) -> Iterator[Visit]:
+@lru_cache(maxsize=2)  # products and collectives of a program are counted one after the other
+def walk(program: ClosedJaxpr, mean: bool = False) -> tuple[Visit, ...]:
     """The equations that one call of a program runs, in its order.
 
     Args:
@@ -59,7 +61,7 @@ def walk(program: ClosedJaxpr, mean: bool = False) -> Iterator[Visit]:
       mean: see `Visit`.
     """
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _walk(live, Visit(None, mean=mean), count(1))
+    return tuple(_walk(live, Visit(None, mean=mean), count(1)))
 
 
 def _walk(jaxpr: Jaxpr, around: Visit, numbers: Iterator[int]) -> Iterator[Visit]:

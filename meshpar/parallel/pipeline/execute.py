@@ -196,7 +196,7 @@ class _Stage:
         ]  # fmt: skip
         for stack in self.stacks:
             stack.differentiate(self._micro(self.stage), self.x, self._typed, self._per_row)
-        # A stash of what B computes again would be as large as what recomputation saves.
+        # A stash of what B computes again would take more than another microbatch in flight.
         self.at_once = not self.ticks.splits and any(stack.split.recomputes for stack in self.stacks)
         self.totals = jax.eval_shape(self.parts.loss, self.params, self.x, micro)
 

@@ -40,7 +40,6 @@ class Split:
     Args:
       residuals: types of the values that F returns for B and W.
       stash: types of the values that B returns for W.
-      recomputes: whether the stash has activations: values that B computes again, and W needs too.
       shares: the types of the layer's `Shares`.
     """
 
@@ -50,9 +49,13 @@ class Split:
     _consts: list[Any]
     residuals: Avals
     stash: Avals
-    recomputes: bool
     shares: Shares
     _params: Any
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether B returns more for W than F saves for both, because it computes activations again."""
+        return _num_bytes(self.stash) > _num_bytes(self.residuals)
 
     def forward(self, params: Any, x: Any, rest: Any) -> tuple[Any, Shares, list[jax.Array]]:
         """Returns y, the layer's `Shares`, and the residuals."""
@@ -85,6 +88,10 @@ class Split:
 
     def _given(self, params: Any, rest: Any) -> list[Any]:
         return [*self._consts, *jax.tree.leaves((params, rest))]
+
+
+def _num_bytes(avals: Avals) -> int:
+    return sum(x.size * x.dtype.itemsize for x in avals)
 
 
 def _as_made(saved: Sequence[jax.Array], avals: Avals) -> list[jax.Array]:
@@ -172,7 +179,7 @@ class _Cut:
             self._part(in_backward, [*self.given, *residuals, *self.cotangents], [*dx, *stash]),
             self._part(in_weights, [*self.given, *residuals, *stash], dparams),
             list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
-            not self.of_dy.issuperset(stash), shares, params,
+            shares, params,
         )  # fmt: skip
 
     def _needed(
