@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -50,14 +51,15 @@ class Visit:
         return self.equation.primitive.name
 
 
-def walk(program: ClosedJaxpr, mean: bool = False) -> Iterator[Visit]:
+@lru_cache(maxsize=2)  # products and collectives of a program are counted one after the other
+def walk(program: ClosedJaxpr, mean: bool = False) -> tuple[Visit, ...]:
     """The equations that one call of a program runs, in its order.
 
     Args:
       program: the result of `jax.make_jaxpr`.
       mean: see `Visit`.
     """
-    return _walk(live_part(program), Visit(None, mean=mean), count(1))
+    return tuple(_walk(live_part(program), Visit(None, mean=mean), count(1)))
 
 
 def live_part(program: ClosedJaxpr) -> Jaxpr:

@@ -81,10 +81,10 @@ class Divided:
 
 @dataclass(frozen=True)
 class Ends:
-    """The probe of a pipeline, on two stages.
+    """What a pipeline has beside layers.
 
     Args:
-      flops: operations of the output projection and the loss.
+      flops: operations of the output projection and the loss, forward and backward.
       bytes_per_token: of a message between stages.
     """
 

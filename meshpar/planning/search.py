@@ -18,12 +18,13 @@ from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.parallel.strategies import Overlap
-from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, stages_of, work_of
+from meshpar.planning.estimate import Estimate, Work, carries_activations, operations, work_of
 from meshpar.planning.layers import layers_of
 from meshpar.planning.machine import Machine
 from meshpar.planning.promising import narrowed
 from meshpar.planning.rough import ACTIVATION_AXES, Divided, Ends, Probes, Step
 from meshpar.planning.space import OVERLAPS, Layout, placements
+from meshpar.train.stage_cut import message_of, product_flops
 
 Point = TypeVar("Point")
 KNOWN_UNDER_GSPMD = {"data", "fsdp"}
@@ -32,6 +33,8 @@ TRACED = 5
 SLACK = 1.25
 """Layouts that hold this much more than the machine has, by the rough estimate, may fit all the same. The first trace
 with a policy of remat and a kind of pipeline corrects the rough estimates of all others alike."""
+FORWARD_AND_BACKWARD = 3
+"""The products of a forward and its backward, over those of the forward."""
 SMALLEST = 3
 """How many of the smallest layouts are traced if no other fits."""
 
@@ -226,16 +229,15 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
 
 
 def _ends(run: Run, tokens: int, platform: str) -> Ends:
-    """The probe of a pipeline, by a trace on two stages; nothing if the run does not fit them."""
+    """What a pipeline has beside layers, by the cut of the loss on two stages; nothing if the run does not fit them."""
     stack = layers_of(run, platform)
     padded_to = 2 if stack and stack.lacking(2) and run.model.has_own_layers else 0
     pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
-    step = pair.countable_step if pair else None
-    stages = stages_of(operations(step, pair), step, pair) if pair and step else None
-    if not (pair and step and stages):
+    parts: Any = pair.pipeline.parts if pair and pair.pipeline else None
+    if parts is None:
         return Ends()
-    messages = [one.full_bytes for one in pair.collectives(step) if one.kind == "collective_permute"]
-    return Ends(stages.ends.flops, max(messages, default=0) / (tokens / 2))
+    sent = sum(x.size * x.dtype.itemsize for x in message_of(parts.cut))
+    return Ends(FORWARD_AND_BACKWARD * 2 * product_flops(parts.cut.end), 2 * sent / tokens)
 
 
 def _divided(pair: Prepared | None, alone: Step) -> Divided:

@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from meshpar.experiment.config import Run
-from meshpar.mesh.layout import MeshLayout
+from meshpar.mesh.layout import AXES
 from meshpar.models.contract import LayerStack
 from meshpar.parallel.strategies import Overlap
 from meshpar.planning.machine import Machine, Sizes, hosts
@@ -165,7 +165,8 @@ def remats(run: Run) -> tuple[str | None, ...]:
 
 @cache
 def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
-    return MeshLayout.model_validate(dict(sizes)).abstract()
+    mesh = dict(sizes)
+    return AbstractMesh(tuple(mesh.get(axis, 1) for axis in AXES), AXES)
 
 
 def layouts(

@@ -29,7 +29,7 @@ def product_flops(program: ClosedJaxpr) -> float:
 def describe_cut(pipeline: Pipeline, ctx: ParallelContext) -> str:
     """The stages of a cut: their layers, parameters and forward FLOPs for a microbatch, and the bytes of a message."""
     staged: Any = pipeline.parts
-    values = _message(staged.cut)
+    values = message_of(staged.cut)
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in values)
     shapes = ", ".join(x.str_short(short_dtypes=True) for x in values)
     message = f"a message of a microbatch is {human_bytes(num_bytes)} on all devices of a stage: {shapes}"
@@ -43,8 +43,8 @@ def describe_cut(pipeline: Pipeline, ctx: ParallelContext) -> str:
 _LIST = "a list, of which every stage stores all"
 
 
-def _message(cut: Cut) -> list[Any]:
-    """The arrays that layers of all stacks pass on."""
+def message_of(cut: Cut) -> list[Any]:
+    """The arrays that layers of all stacks pass on, with whole shapes, of a microbatch."""
     values: list[Any] = []
     for one in cut.stacks:
         values += [x for i, x in enumerate(one.message) if one.message[: i + 1].count(x) > values.count(x)]

@@ -319,6 +319,20 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_microbatches():
     assert temp_bytes("1f1b", "pipe4", 64) <= 1.02 * temp_bytes("1f1b", "pipe4", 8)
 
 
+def test_1f1b_holds_what_one_layer_recomputes(monkeypatch):
+    """Planted: W apart from B, for which a stage holds what all of its four layers recompute."""
+    held = run_of("1f1b", "pipe2", 8, "full").compile_step().compiled.memory_analysis()
+    plan = execute.Pipeline.plan
+
+    def split_always(self, ctx, forward_only=False):
+        ticks, cut = plan(self, ctx, forward_only)
+        return replace(ticks, splits=True), cut
+
+    monkeypatch.setattr(execute.Pipeline, "plan", split_always)
+    planted = run_of("1f1b", "pipe2", 8, "full").compile_step().compiled.memory_analysis()
+    assert held.temp_size_in_bytes < 0.5 * planted.temp_size_in_bytes
+
+
 def test_the_memory_of_1f1b_is_a_fifth_of_that_of_gpipe():
     assert temp_bytes("1f1b", "pipe4", 64) <= 0.20 * temp_bytes("gpipe", "pipe4", 64)
 

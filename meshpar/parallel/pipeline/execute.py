@@ -196,6 +196,8 @@ class _Stage:
         ]  # fmt: skip
         for stack in self.stacks:
             stack.differentiate(self._micro(self.stage), self.x, self._typed, self._per_row)
+        # A stash of what B computes again would take more than another microbatch in flight.
+        self.at_once = not self.ticks.splits and any(stack.split.recomputes for stack in self.stacks)
         self.totals = jax.eval_shape(self.parts.loss, self.params, self.x, micro)
 
     def gradients(self, dtype: Any) -> tuple[Totals, Any]:
@@ -217,10 +219,13 @@ class _Stage:
         changed = (self.x, slots.entries, slots.residuals, slots.shares)
         out, entries, residuals, shares = self._if("F", row, self._forward, changed, slots.inbox)
         slots = slots._replace(entries=entries, residuals=residuals, shares=shares)
-        out, stash, sums = self._if("B", row, self._backward, (out, slots.stash, slots.sums), slots)
-        slots = slots._replace(stash=stash, sums=sums)
-        layers = self._if("W", row._replace(kind=in_order(row.kind, out)), self._weights, slots.layers, slots)
-        return slots._replace(layers=layers, inbox=self._send(slots.inbox, out, row, in_order(pattern, layers))), None
+        changed = (out, slots.layers if self.at_once else slots.stash, slots.sums)
+        out, made, sums = self._if("B", row, self._backward, changed, slots)
+        slots = slots._replace(sums=sums, **{"layers" if self.at_once else "stash": made})
+        if not self.at_once:
+            row_of_w = row._replace(kind=in_order(row.kind, out))
+            slots = slots._replace(layers=self._if("W", row_of_w, self._weights, slots.layers, slots))
+        return slots._replace(inbox=self._send(slots.inbox, out, row, in_order(pattern, slots.layers))), None
 
     def _forward_tick(self, carry: Any, tick: tuple[TableRow, jax.Array]) -> tuple[Any, None]:
         rows, pattern = tick
@@ -298,33 +303,34 @@ class _Stage:
         return x, entered, filled_slots, sums
 
     def _backward(self, changed: Any, slots: _Slots, row: TableRow) -> Any:
-        _, stash, sums = changed
+        _, made, sums = changed
         dloss = jax.tree.map(lambda x: self._per_row(jnp.ones(x.shape, x.dtype)), self._shares.loss)
         dx, sums = self._if_end(row.last, self._loss_gradient, (_at(slots.inbox, row.inbox), sums), row)
 
         def layer(carry: Any, i: jax.Array, params: Any, rest: Any) -> Any:
-            dy, stashes = carry
+            dy, made = carry
             residuals = [a[row.residual, i] for a in saved]
             dx, stash = stack.split.input_gradient(params, residuals, dy, dloss, rest)
-            return dx, [a.at[row.stash, i].set(s) for a, s in zip(stashes, row_major(stash), strict=True)]
+            if self.at_once:
+                return dx, stack.add(made, (params, residuals, stash, rest), row.chunk, i)
+            return dx, [a.at[row.stash, i].set(s) for a, s in zip(made, row_major(stash), strict=True)]
 
-        stashes = []
+        found = []
         for number, stack in reversed([*enumerate(self.stacks)]):
             saved, batch = slots.residuals[number], self._micro(row.microbatch)
-            dx, found = stack.each(layer, (dx, stash[number]), row.chunk, batch, self.x, reverse=True)
-            stashes.insert(0, found)
+            dx, of_stack = stack.each(layer, (dx, made[number]), row.chunk, batch, self.x, reverse=True)
+            found.insert(0, of_stack)
             if number:
                 entry = slots.entries[number - 1]
                 is_start = stack.starts[row.chunk]
                 dx, sums = self._if_end(is_start, partial(self._entry_gradient, stack), (dx, sums), entry, row)
-        return dx, stashes, self._if_end(row.first, self._embedding_gradient, sums, dx, row)
+        return dx, found, self._if_end(row.first, self._embedding_gradient, sums, dx, row)
 
     def _weights(self, sums: Any, slots: _Slots, row: TableRow) -> Any:
         def layer(total: Any, i: jax.Array, params: Any, rest: Any) -> Any:
             residuals = [a[row.residual, i] for a in slots.residuals[number]]
             stash = [a[row.stash, i] for a in slots.stash[number]]
-            grads = stack.split.weight_gradient(params, residuals, stash, rest)
-            return stack.add(total, grads, row.chunk * stack.cut.longest + i)
+            return stack.add(total, (params, residuals, stash, rest), row.chunk, i)
 
         found = []
         for number, stack in enumerate(self.stacks):
@@ -381,7 +387,7 @@ class _Stage:
             self._empty_inbox(),
             [kept for _ in stacks[1:]],
             [stack.room(stack.split.residuals, self.ticks.num_residuals) for stack in stacks],
-            [stack.room(stack.split.stash, self.ticks.num_stashes) for stack in stacks],
+            [[] if self.at_once else stack.room(stack.split.stash, self.ticks.num_stashes) for stack in stacks],
             [stack.zeros(dtype) for stack in stacks],
             (self._no_loss(), zeros_for_sums(self.outer, dtype)),
             self._no_shares(),

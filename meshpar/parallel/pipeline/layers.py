@@ -93,9 +93,14 @@ class StageLayers:
         """Gradients of the layers on the stages that store them."""
         return grads if self.exchange is None else self.exchange.backward(grads, self.axes, self.stage)
 
-    def add(self, sums: Any, grads: Any, place: jax.Array) -> Any:
-        """Adds the gradients of the layer at a place of this stage to the sums of all."""
-        at = self.rows[place]
+    def add(self, sums: Any, of_layer: tuple[Any, ...], chunk: jax.Array, i: jax.Array) -> Any:
+        """Adds the gradients of layer i of a chunk to the sums of all.
+
+        Args:
+          of_layer: arguments of `Split.weight_gradient`.
+        """
+        grads = self.split.weight_gradient(*of_layer)
+        at = self.rows[chunk * self.cut.longest + i]
         return jax.tree.map(lambda total, g: total.at[at].add(g.astype(total.dtype)), sums, grads)
 
     def each(

@@ -63,6 +63,7 @@ class ScheduleTable:
       patterns: the distinct sets of messages of a tick.
       pattern: int32 [num_ticks], the index in `patterns` of each tick.
       num_inbox, num_residuals, num_stashes: numbers of slots; the largest number that a stage needs.
+      splits: whether the schedule has W apart from B; else each W is in the tick after its B.
     """
 
     rows: TableRow
@@ -71,6 +72,7 @@ class ScheduleTable:
     num_inbox: int
     num_residuals: int
     num_stashes: int
+    splits: bool
 
     @property
     def num_ticks(self) -> int:
@@ -126,6 +128,7 @@ class _Table:
     def __init__(self, orders: list[Order], schedule: Schedule):
         self.route = Route(schedule, len(orders))
         self.num_stages = len(orders)
+        self.splits = splits(orders)
         self.ran = in_ticks(orders, schedule).ran
         self.tick = {(one.stage, one.op): round(one.start) for one in self.ran}
         self.num_ticks = max(self.tick.values()) + 1
@@ -145,7 +148,7 @@ class _Table:
         received, of_ticks = self._messages(slots[0], counts[0])
         patterns = tuple(dict.fromkeys(of_ticks))
         pattern = np.array([patterns.index(one) for one in of_ticks], np.int32)
-        return ScheduleTable(rows._replace(received=received), patterns, pattern, *counts)
+        return ScheduleTable(rows._replace(received=received), patterns, pattern, *counts, self.splits)
 
     def _messages(self, inbox: _Found, unused: int) -> tuple[np.ndarray, list[Pattern]]:
         """The slots [tick, stage, round] of the messages between stages, and the pattern of each tick."""

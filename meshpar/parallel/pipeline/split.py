@@ -52,6 +52,11 @@ class Split:
     shares: Shares
     _params: Any
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether B returns more for W than F saves for both, because it computes activations again."""
+        return _num_bytes(self.stash) > _num_bytes(self.residuals)
+
     def forward(self, params: Any, x: Any, rest: Any) -> tuple[Any, Shares, list[jax.Array]]:
         """Returns y, the layer's `Shares`, and the residuals."""
         made = _call(self._forward, *self._given(params, rest), *jax.tree.leaves(x))
@@ -83,6 +88,10 @@ class Split:
 
     def _given(self, params: Any, rest: Any) -> list[Any]:
         return [*self._consts, *jax.tree.leaves((params, rest))]
+
+
+def _num_bytes(avals: Avals) -> int:
+    return sum(x.size * x.dtype.itemsize for x in avals)
 
 
 def _as_made(saved: Sequence[jax.Array], avals: Avals) -> list[jax.Array]:
