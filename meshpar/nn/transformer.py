@@ -373,7 +373,7 @@ class Transformer(nnx.Module):
         if planned() and self.model.unroll == "auto":
             unroll = 1  # the partitioner decides
         # XLA does not merge the recomputation with the forward across a loop; without a loop it needs barriers.
-        needs_barriers = unroll > 1 or len(loops) > 1 or len(loops[0].stacks) > 1
+        needs_barriers = unroll > 1 or [len(loop.stacks) for loop in loops] != [1]
         rope = self.shared(batch, x_BRD)
         stacks, layers = {}, {}
         for stack, indices in self.model.stacks.items():
