@@ -122,10 +122,10 @@ def test_ratios_are_within_six_per_cent():
 
 
 @pytest.mark.slow
-def test_memory_is_not_yet_that_of_others():
-    """PyTorch holds whole logits in float32 and in bfloat16; meshpar's stages hold what W reads from B on."""
+def test_memory_of_stages_is_that_of_others_and_without_stages_less():
+    """PyTorch holds 12 bytes of a logit in a loss that nothing compiles, and meshpar 8."""
     for name, error in whole().memory.items():
-        least, most = (0.8, 1.6) if name.startswith("405B") else (-0.4, 0.0)
+        least, most = (-0.1, 0.15) if name.startswith("405B") else (-0.4, 0.0)
         assert least < error < most, (name, error)
 
 

@@ -148,7 +148,7 @@ class _Table:
         received, of_ticks = self._messages(slots[0], counts[0])
         patterns = tuple(dict.fromkeys(of_ticks))
         pattern = np.array([patterns.index(one) for one in of_ticks], np.int32)
-        return ScheduleTable(rows._replace(received=received), patterns, pattern, *counts, self.splits)
+        return ScheduleTable(rows._replace(received=received), patterns, pattern, *counts, splits=self.splits)
 
     def _messages(self, inbox: _Found, unused: int) -> tuple[np.ndarray, list[Pattern]]:
         """The slots [tick, stage, round] of the messages between stages, and the pattern of each tick."""

@@ -40,6 +40,7 @@ class Split:
     Args:
       residuals: types of the values that F returns for B and W.
       stash: types of the values that B returns for W.
+      again: types of those of them that are activations, which B computes again.
       shares: the types of the layer's `Shares`.
     """
 
@@ -49,13 +50,14 @@ class Split:
     _consts: list[Any]
     residuals: Avals
     stash: Avals
+    again: Avals
     shares: Shares
     _params: Any
 
     @property
     def recomputes(self) -> bool:
-        """Whether B returns more for W than F saves for both, because it computes activations again."""
-        return _num_bytes(self.stash) > _num_bytes(self.residuals)
+        """Whether B computes more activations again for W than F saves for both."""
+        return _num_bytes(self.again) > _num_bytes(self.residuals)
 
     def forward(self, params: Any, x: Any, rest: Any) -> tuple[Any, Shares, list[jax.Array]]:
         """Returns y, the layer's `Shares`, and the residuals."""
@@ -179,7 +181,7 @@ class _Cut:
             self._part(in_backward, [*self.given, *residuals, *self.cotangents], [*dx, *stash]),
             self._part(in_weights, [*self.given, *residuals, *stash], dparams),
             list(self.flat.consts), tuple(v.aval for v in residuals), tuple(v.aval for v in stash),
-            shares, params,
+            tuple(v.aval for v in stash if v not in self.of_dy), shares, params,
         )  # fmt: skip
 
     def _needed(
