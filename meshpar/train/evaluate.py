@@ -111,7 +111,9 @@ def trace_evaluation(
 
     def local(params: Any, batch: Batch, carried: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         entered = data.gather_params(params, dims)
+        copies = objective.gathered(carried, dims)
         carried = of_loss(carried, objective.unseen)
+        carried = carried | copies if copies else carried
         if objective.pipeline:
             return data.summed(LossSums(*objective.pipeline.evaluation(entered, batch, carried)).sums)
         return data.summed(objective.loss(entered, batch, None, carried).sums)

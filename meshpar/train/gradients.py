@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class Objective:
       frozen_rows: which layers of stacks are frozen, see `frozen_layers`; None if none is.
       pipeline: computes `loss` in stages under the manual lowering; None without stages.
       unseen: the keys of the carried state that only the step reads, see `Strategy`.
+      copies: the keys under which it has copies of the parameters, which the loss reads and nothing changes.
     """
 
     loss: Loss
@@ -48,6 +49,11 @@ class Objective:
     frozen_rows: Any = None
     pipeline: Pipeline | None = None
     unseen: frozenset[str] = frozenset()
+    copies: tuple[str, ...] = ()
+
+    def gathered(self, carried: Any, dims: Any) -> dict[str, Any]:
+        """The copies of the parameters in the carried state, prepared as these are, see `data.gather_params`."""
+        return {key: data.gather_params(carried[key], dims) for key in self.copies}
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,16 @@ def local_gradients(
     """
     dims = jax.tree.map(lambda p: p.spec.dims, placement.sharded)
     trainable = map_with_path(lambda path, _: path not in placement.frozen, placement.sharded)
+    unchanged = {*objective.unseen, *objective.copies}
     trained = placement.trained
     trained_dims = jax.tree.map(lambda p: p.spec.dims, trained)
 
     def local(params: Any, batch: Batch, step: jax.Array, carried: Any) -> Gradients:
+        copies = objective.gathered(carried, dims)
+        changed = of_loss(carried, unchanged)
+
         def accumulated(params: Any) -> tuple[LossSums, Any]:
-            return _accumulate(objective, ctx, params, batch, step, of_loss(carried, objective.unseen))
+            return _accumulate(objective, ctx, params, batch, step, changed, copies)
 
         entered = data.gather_params(params, dims, trainable)
         sums, grads = accumulated(entered)
@@ -124,7 +134,7 @@ def local_gradients(
         loss, metrics, norm = jax.tree.map(lambda x: x / divisor.astype(x.dtype), (loss, metrics, norm))
         grads = jax.tree.map(lambda g: (wide(g) * (1 / divisor.astype(wide(g).dtype))).astype(g.dtype), grads)
         next_carried = sums.carried
-        if kept := {key: carried[key] for key in objective.unseen if key in carried}:
+        if kept := {key: carried[key] for key in unchanged if key in carried}:
             next_carried = next_carried | kept
         if error_feedback:
             next_carried = next_carried | {REDUCE: jax.tree.map(lambda x: x[None], error_feedback)}
@@ -134,9 +144,13 @@ def local_gradients(
 
 
 def _accumulate(
-    objective: Objective, ctx: ParallelContext, params: Any, batch: Batch, step: jax.Array, carried: Any
+    objective: Objective, ctx: ParallelContext, params: Any, batch: Batch, step: jax.Array, carried: Any, copies: Any
 ) -> tuple[LossSums, Any]:
-    """Sums losses and gradients over the microbatches. Each microbatch gets the carried state of the one before."""
+    """Sums losses and gradients over the microbatches. Each microbatch gets the carried state of the one before.
+
+    Args:
+      copies: copies of the parameters, which the loss finds in its carried state.
+    """
     trained = without(params, for_good(objective.frozen))
     differentiated = variables(trained)
 
@@ -148,8 +162,8 @@ def _accumulate(
 
         def loss(differentiated: Any) -> tuple[jax.Array, LossSums]:
             whole = filled(with_variables(trained, differentiated), params)
-            sums = objective.loss(whole, batch, objective.key(step), carried)
-            return sums.loss, sums
+            sums = objective.loss(whole, batch, objective.key(step), carried | copies if copies else carried)
+            return sums.loss, replace(sums, carried=of_loss(sums.carried, copies))
 
         grads, sums = jax.grad(loss, has_aux=True)(differentiated)
         return sums, jax.tree.map(lambda g: summed_in(g, ctx.accum_dtype), grads)

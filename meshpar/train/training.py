@@ -205,11 +205,16 @@ class Training:
 
     def _whole(self, loss: Loss, batch: dict[str, ArraySpec]) -> PartitionedLoss:
         """A loss of whole arrays, partitioned, with the state of strategies that it reads."""
-        copies = tuple(one.key for one in self.strategies if one.key and one.is_of_loss)
+        copies = self._copies
         carried = self.carried | dict.fromkeys(copies, self.specs) if copies else self.carried
         # The attention of meshpar's own decoders is an operation already.
         rewrite = (lambda closed: closed) if self.reads_positions else with_attention
         return PartitionedLoss(loss, self.specs, batch, carried, rewrite, copies)
+
+    @property
+    def _copies(self) -> tuple[str, ...]:
+        """The keys of the carried state under which the loss reads copies of the parameters."""
+        return tuple(one.key for one in self.strategies if one.key and one.is_of_loss)
 
     @property
     def _batch_of_step(self) -> dict[str, ArraySpec]:
@@ -326,7 +331,7 @@ class Training:
     def _objective(self, loss: Loss, pipeline: Pipeline | None) -> Objective:
         loss = self._whole(loss, self._batch_of_step) if self.is_of_whole_arrays else of_shards(loss)
         key = self.key or (lambda step: None)
-        return Objective(loss, key, self.frozen, self.frozen_rows, pipeline, self._unseen)
+        return Objective(loss, key, self.frozen, self.frozen_rows, pipeline, self._unseen, self._copies)
 
     @cached_property
     def activations(self) -> list[MovedValue]:

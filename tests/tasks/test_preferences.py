@@ -125,7 +125,7 @@ CASES = {
     "zero2": ("zero2", {"num_microbatches": 2}),
     "gspmd": ("fsdp", {"lowering": "auto"}),
 }
-IN_CI = ("copy", "orpo")
+IN_CI = ("copy", "orpo", "zero2")
 
 
 @pytest.mark.parametrize("case", [c if c in IN_CI else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
