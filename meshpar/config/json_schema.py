@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshpar.config.annotations import field_docs, kind_of, reachable
+from meshpar.config.annotations import field_docs, is_path, kind_of, reachable
 from meshpar.config.model import Config, without_fields
 
 _E_NOTATION = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"
 """`1e-3` is a string in YAML 1.1, which some editors use, and a number here."""
+RELATIVE = "Relative to the working directory."
+"""What is said of each path."""
 
 
 def schema(root: type[Config]) -> dict[str, Any]:
@@ -25,7 +27,8 @@ def schema(root: type[Config]) -> dict[str, Any]:
         if "description" in definition:
             definition["description"] = without_fields(definition["description"])
         for field, text in field_docs(models[name]).items():
-            definition["properties"][field]["description"] = text
+            is_relative = is_path(models[name].model_fields[field]) and RELATIVE not in text
+            definition["properties"][field]["description"] = f"{text} {RELATIVE}" if is_relative else text
     inherited = {"type": "string", "description": "A file that supplies the keys which this one leaves out."}
     described["properties"]["extends"] = inherited
     supplied = [[by if key == other else key for key in required] for other, by in root.supplied.items()]

@@ -170,7 +170,7 @@ class Run(Config):
     num_steps: Positive
     """The number of steps of the whole run, also after a resume."""
     num_microbatches: Positive = 1
-    """Equal parts of a batch that are computed one after another."""
+    """Equal parts of a batch that are computed one after another; gradients are reduced once."""
     contract: Section[Contract | None] = default(None)
     """Limits on the compiled step; a step that exceeds them is refused."""
     seed: Seed = 0

@@ -357,7 +357,8 @@ kept.json was not written by `meshpar inspect --json`:
     Field required
   largest
     Field required
-  ... and 1 more""",
+  opaque
+    Field required""",
     ),
 }
 

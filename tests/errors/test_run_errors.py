@@ -40,7 +40,7 @@ def train(command, monkeypatch, tmp_path) -> Callable[..., Said]:
 
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshpar.cli.train.leave", leave)
+    monkeypatch.setattr(sys.modules["meshpar.cli.app"], "leave", leave)
     for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
     return lambda *words: command("train", "config.yaml", *words)

@@ -52,7 +52,8 @@ def run_of(name, **keys):
 
 @pytest.mark.parametrize(("name", "num_layers"), [("encoder", 4), ("translator", 8)])
 def test_the_layers_of_a_users_model_are_those_at_which_its_trace_is_cut(name, num_layers):
-    assert layers_of(run_of(name), "gpu") == (num_layers, 1)
+    stack = layers_of(run_of(name), "gpu")
+    assert stack and (stack.num_layers, stack.multiple) == (num_layers, 1)
 
 
 @pytest.mark.slow

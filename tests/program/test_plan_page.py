@@ -119,7 +119,7 @@ def test_the_drawings_of_the_docs_suit_pages_of_both_schemes(browser, scheme):
     """Those of a schedule follow the page; of the others there is one for each scheme."""
     other = {"light": "-dark", "dark": "-light"}[scheme]
     shown = [path for path in DRAWN if not path.stem.endswith(other)]
-    assert len(shown) == 6
+    assert len(shown) == 7
     for path in shown:
         browser.open(path, 1280, scheme)
         paper, least = browser.ask(PAPER_AND_WORDS)
