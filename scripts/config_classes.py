@@ -25,49 +25,8 @@ from meshpar.models.foreign import WITHOUT_EFFECT
 PATH = Path(__file__).parents[1] / "meshpar/models/config_classes.py"
 OF_LLAMA = ("internlm3",)
 """Kinds whose model is that of llama."""
-HEAD = '''\
-"""Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes this file.
-
-`rope_theta` is the base of the rotary frequencies if `rope_parameters` has none.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
-
-
-class ConfigClass(NamedTuple):
-    """A config class.
-
-    Args:
-      defaults: key -> the value of a missing key.
-      nullable: the keys with an effect that may be null.
-      aliases: another name of a key -> the key.
-      beside: keys that the class does not list, and transformers reads if a config has them.
-    """
-
-    called: str
-    defaults: Mapping[str, Any]
-    nullable: frozenset[str]
-    aliases: Mapping[str, str]
-    beside: frozenset[str]
-
-
-def _of(
-    called: str, own: Mapping[str, Any], without: Collection[str] = (), nullable: Collection[str] = (),
-    aliases: Mapping[str, str] | None = None, beside: Collection[str] = (),
-) -> ConfigClass:  # fmt: skip
-    """A class by what differs from `USUAL`. A key whose default is null may be null, as may those of `nullable`."""
-    defaults = {**{key: value for key, value in USUAL.items() if key not in without}, **own}
-    rotary = {"partial_rotary_factor", "rope_scaling"} if "rope_theta" in defaults else set[str]()
-    nulls = {key for key, value in defaults.items() if value is None}
-    others = {"per_layer_config", "quantization_config", *rotary, *beside}
-    return ConfigClass(called, defaults, frozenset(nulls.union(nullable)), aliases or {}, frozenset(others))
-
-
-# fmt: off
-'''
+TABLES = "# fmt: off\n"
+"""The line of the file after which it is written."""
 
 
 def described(kind: str) -> tuple[str, dict[str, Any], list[str], dict[str, str], list[str]]:
@@ -113,7 +72,8 @@ def text() -> str:
     table = _wrapped(f"USUAL: Mapping[str, Any] = {usual!r}", 0)
     entries = "".join(_entry(kind, usual, *parts) for kind, parts in found.items())
     values = '"""The defaults that many classes have."""'
-    return f"{HEAD}{table}{values}\nCONFIG_CLASSES: Mapping[str, ConfigClass] = {{\n{entries}}}\n"
+    head = PATH.read_text().partition(TABLES)[0]
+    return f"{head}{TABLES}{table}{values}\nCONFIG_CLASSES: Mapping[str, ConfigClass] = {{\n{entries}}}\n"
 
 
 def _usual(classes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes this file.
+"""Keys and defaults of the config classes of transformers. `scripts/config_classes.py` writes the tables.
 
 `rope_theta` is the base of the rotary frequencies if `rope_parameters` has none.
 """

@@ -17,6 +17,7 @@ import yaml
 from meshpar import config
 from meshpar.config import Config
 from meshpar.config.annotations import kind_of, reachable
+from meshpar.config.json_schema import RELATIVE
 
 EXAMPLES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "examples.yaml").read_text())
 """Key, or `Class.key` -> a value, where neither a list of alternatives nor a Boolean determines one."""
@@ -170,7 +171,8 @@ def _row(section: Section, key: str, about: dict[str, Any], links: dict[str, str
     field = section.model.model_fields[key]
     default = "*required*" if field.is_required() else _default(about, field)
     kind = _type(about, links).removesuffix(" or null") if default == "`null`" else _type(about, links)
-    cells = [f"`{key}`", _line(about.get("description", "")), kind, default, f"`{section.example(key)}`"]
+    meaning = _line(about.get("description", "")).removesuffix(f" {RELATIVE}")  # the page says it once
+    cells = [f"`{key}`", meaning, kind, default, f"`{section.example(key)}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

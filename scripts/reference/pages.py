@@ -34,7 +34,7 @@ def federated_page() -> str:
     about = """# Keys of a federated config
 
 This page lists every key of a config file of `meshpar federated`, which simulates
-[federated learning](../guides/federated.md).
+[federated learning](../guides/federated.md). Paths are relative to the working directory.
 """
     of_runs = divided(sections(Run))
     return keys_page(Federated, about, {one.model: one.link.replace("(#", "(config.md#") for one in of_runs})
