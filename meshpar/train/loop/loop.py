@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from meshpar.checkpoint.agree import everyones
 from meshpar.checkpoint.checkpoints import Checkpoints
@@ -22,12 +20,12 @@ from meshpar.optim.ema import averaged
 from meshpar.records.file import evaluations
 from meshpar.records.loggers import Record
 from meshpar.records.metrics import Recorder
-from meshpar.records.writing import writing
 from meshpar.train.copies.copies import Copies
 from meshpar.train.evaluate import Evaluation, called
 from meshpar.train.loop.events import Events, StepMetrics, events_of
 from meshpar.train.loop.feed import local_rows, put
 from meshpar.train.loop.profile import profiled
+from meshpar.train.loop.saving import Saving
 from meshpar.train.loop.signals import Interrupted, Signals
 from meshpar.train.loop.stall import Stall
 from meshpar.train.loop.stopping import EarlyStopping
@@ -165,7 +163,7 @@ class Loop:
         start = end = int(jax.device_get(state.step))
         self.evaluated[:] = evaluations(self.recorder.file, start)
         self.recorder.begin(start, self.config)
-        with self._all_saved():
+        with self._saving.finished():
             # A signal may have ended the run between its last step and the evaluation of that step.
             is_due = start == self.num_steps or self._is_due(start, self.eval_every)
             if start and is_due and start not in (record["step"] for record in self.evaluated):
@@ -186,10 +184,9 @@ class Loop:
         stopwatch = Stopwatch(rows=self.rows)
         stall = Stall(self.source)
         traced = (min(start + 4, self.num_steps), min(start + 6, self.num_steps))
-        index = start
-        is_save_due = False
-        saved_at = time.monotonic()
-        checked_at = start
+        index = checked_at = start
+        saving = self._saving
+        saving.begin()
         self.signals.begin()
         needs_state = shows or self._events.has("on_step_end")
         failing = self._events.failing(lambda: index)
@@ -198,14 +195,7 @@ class Loop:
                 is_last = index == self.num_steps
                 self._events.call("on_step_begin", index)
                 with profiled_step(index):
-                    self.cursor.at(index, "reads data")
-                    if self.rollouts:
-                        state = self.step.finish(state)
-                    batch = self._next_batch(batches, index, state, stopwatch, stall)
-                    self.cursor.at(index, "trains")
-                    placed = put(batch, self.step.batch, self._rows, self.step.order)
-                    state, metrics = self.step.at(index)(self.step.prepare(state), placed)
-                    stopwatch.count(metrics["tokens"])
+                    state, metrics = self._step(state, index, batches, stopwatch, stall)
                     window.add(metrics)
 
                 is_logged = is_last or index == start + 1 or index % self.log_every == 0
@@ -214,7 +204,6 @@ class Loop:
                 if index == start + 1:
                     with stopwatch.paused():
                         self.after_first()
-
                 if needs_state:
                     state = self.step.finish(state)
                     self._events.call("on_step_end", state, index, StepMetrics(self.step, metrics))
@@ -228,39 +217,50 @@ class Loop:
                 if self.check_replicas_every and index % self.check_replicas_every == 0:
                     self._check_replicas(state, index, checked_at)
                     checked_at = index
-                ends = is_last or (bool(means) and self._stops(index)) or self._is_ended(index)
 
-                is_interrupted, is_overdue = self._agree(index, saved_at, is_logged)
-                is_save_due = is_save_due or is_overdue or self._is_due(index, self.checkpoints.retention.every)
+                ends = is_last or (bool(means) and self._stops(index)) or self._is_ended(index)
+                is_interrupted = saving.agree(index, is_logged)
+                saving.is_due |= self._is_due(index, self.checkpoints.retention.every)
                 # Skipped steps change no parameter: a checkpoint waits for a step that is finite.
-                if ends or is_interrupted or (is_save_due and not window.drain()):
+                if ends or is_interrupted or (saving.is_due and not window.drain()):
                     with stopwatch.paused():
                         state = self.step.finish(state)
-                        self._save(state, index, means, keeps_all=window.drain() > 0)
-                        self._answer_request()
-                    is_save_due = False
-                    saved_at = time.monotonic()
+                        saving.save(state, index, means, keeps_all=window.drain() > 0)
                 elif self._is_due(index, self.checkpoints.retention.memory_every) and not window.drain():
                     with stopwatch.paused():
                         state = self.step.finish(state)
-                        self._copy(state, index)
+                        saving.copy(state, index)
                 self._events.saved(self.checkpoints.directory)
                 if is_interrupted:
-                    raise self._interrupted(index)
+                    raise saving.interrupted(index)
                 if shows:
                     yield from self._shown(state, index, metrics)
                 if ends:
                     break
         return state, index
 
+    def _step(
+        self, state: TrainState, index: int, batches: Iterator[Any], stopwatch: Stopwatch, stall: Stall
+    ) -> tuple[TrainState, Metrics]:
+        """Reads the batch of a step and starts the step on the devices."""
+        self.cursor.at(index, "reads data")
+        if self.rollouts:
+            state = self.step.finish(state)
+        batch = self._next_batch(batches, index, state, stopwatch, stall)
+        self.cursor.at(index, "trains")
+        placed = put(batch, self.step.batch, self._rows, self.step.order)
+        state, metrics = self.step.at(index)(self.step.prepare(state), placed)
+        stopwatch.count(metrics["tokens"])
+        return state, metrics
+
     def _shown(self, state: TrainState, index: int, metrics: Metrics) -> Iterator[tuple[TrainState, StepMetrics]]:
         """Yields a step; saves its state if the caller ends the run there."""
         try:
             yield state, StepMetrics(self.step, metrics)
         except GeneratorExit:
-            self._wait()
+            self._saving.wait()
             if self.checkpoints.latest() != index:
-                self._save(state, index, {})
+                self._saving.save(state, index, {})
             raise
 
     def _next_batch(
@@ -272,7 +272,7 @@ class Loop:
           state: the state before this step, which is saved if a signal comes.
 
         Raises:
-          Interrupted: a signal came to the only process. Several processes must end after the same step, see `_agree`.
+          Interrupted: a signal came to the only process. Several end after the same step, see `Saving.agree`.
           RunError: the data set raised, or has no more batches.
         """
         is_alone = jax.process_count() == 1
@@ -294,37 +294,12 @@ class Loop:
 
     def _interrupted_before(self, state: TrainState, index: int) -> Interrupted:
         """The error to raise after a signal that came before the batch of a step, in the only process."""
-        self._wait()
+        self._saving.wait()
         if self.checkpoints.latest() != index - 1:
             if index == 1:
                 return Interrupted(self.signals.nothing_to_save())
-            self._save(self.step.finish(state), index - 1, {})
-        return self._interrupted(index - 1)
-
-    def _interrupted(self, index: int) -> Interrupted:
-        """The error to raise after a signal; waits until the checkpoint of this step is on disk."""
-        self._wait()
-        self._discard_copies()
-        where = self.recorder.file.parent / self.checkpoints.directory.name / str(index)
-        fix = "the same command resumes from it"
-        return Interrupted(f"stopped by {self.signals.name} at step {index}; checkpoint in {where}; {fix}")
-
-    def _agree(self, index: int, saved_at: float, is_logged: bool) -> tuple[bool, bool]:
-        """Whether to end, and whether a checkpoint is overdue or requested. Several processes end after the same step.
-
-        JAX's coordination service chooses this step once a process has a signal. The first process decides at logged
-        steps whether a checkpoint is overdue or requested.
-        """
-        every = self.checkpoints.retention.every_minutes
-        is_overdue = every is not None and time.monotonic() - saved_at >= 60 * every
-        is_overdue = is_overdue or (is_logged and self._request.exists())
-        if jax.process_count() == 1:
-            return self.signals.caught is not None, is_overdue
-        is_interrupted = multihost_utils.reached_preemption_sync_point(index)
-        if not is_logged:
-            return is_interrupted, False
-        with jax.transfer_guard("allow"):
-            return is_interrupted, bool(multihost_utils.broadcast_one_to_all(np.array(is_overdue)))
+            self._saving.save(self.step.finish(state), index - 1, {})
+        return self._saving.interrupted(index - 1)
 
     def _check_replicas(self, state: TrainState, index: int, checked_at: int) -> None:
         """Compares the copies of replicated state. If they differ, checkpoints since the last comparison are not used.
@@ -333,9 +308,7 @@ class Loop:
           RunError: copies differ; it names the devices.
         """
         if found := differences(state):
-            self._wait()
-            self.checkpoints.distrust(checked_at)
-            self._discard_copies()
+            self._saving.distrust(checked_at)
             what = f"step {index}: copies of the same state differ:"
             why = f"  they were equal at step {checked_at}: a device computed wrongly, or its memory lost a bit"
             fix = "  the same command resumes from a checkpoint before that; if it happens again, replace the device"
@@ -410,60 +383,12 @@ class Loop:
             self.recorder.record("stop", index, why=self._events.ends)
         return self._events.ends is not None
 
-    def _save(self, state: TrainState, index: int, means: dict[str, float], keeps_all: bool = False) -> None:
-        """Starts to save a checkpoint. With `keeps_all`, for the last one of a run, no older one is removed."""
-        self.recorder.check()
-        self.cursor.at(index, "saves")
-        if keeps_all or self._events.unsaved:
-            self._wait()
-        if keeps_all:
-            self.checkpoints.retention = self.checkpoints.retention.without_end()
-        began = time.monotonic()
-        with writing("a checkpoint", self.checkpoints.directory):
-            self.checkpoints.save(index, state, means)
-        self._events.saving(index)
-        self.recorder.record("checkpoint", index, blocked_s=time.monotonic() - began)
-
-    def _copy(self, state: TrainState, index: int) -> None:
-        """Starts to copy the state to the memory of the hosts."""
-        if self.copies:
-            self.cursor.at(index, "copies")
-            began = time.monotonic()
-            self.copies.save(index, state)
-            self.recorder.record("copy", index, blocked_s=time.monotonic() - began)
-
-    def _answer_request(self) -> None:
-        """Removes the file that requests a checkpoint, once the checkpoint is on disk."""
-        if jax.process_index() == 0 and self._request.exists():
-            self._wait()
-            self._request.unlink(missing_ok=True)
-
-    def _wait(self) -> None:
-        """Waits until all checkpoints are on disk."""
-        with writing("a checkpoint", self.checkpoints.directory):
-            self.checkpoints.wait()
-        self._events.saved(self.checkpoints.directory)
-
-    def _discard_copies(self) -> None:
-        if self.copies:
-            self.copies.discard()
-
-    @contextmanager
-    def _all_saved(self) -> Iterator[None]:
-        """On exit, waits until all checkpoints are on disk. If the body raises too, its error is the one raised."""
-        try:
-            yield
-            self._wait()
-            self._discard_copies()
-        except BaseException:
-            with suppress(Exception):
-                self.checkpoints.wait()
-            raise
-
-    @property
-    def _request(self) -> Path:
-        """The file with which anybody requests a checkpoint: `touch RUN_DIR/save`."""
-        return self.recorder.file.with_name("save")
+    @cached_property
+    def _saving(self) -> Saving:
+        return Saving(
+            checkpoints=self.checkpoints, recorder=self.recorder, signals=self.signals, events=self._events,
+            cursor=self.cursor, copies=self.copies,
+        )  # fmt: skip
 
     @cached_property
     def _sorted(self) -> tuple[Events, list[Callable[..., Any]]]:
