@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +67,24 @@ def bag(table, index):
     return jnp.zeros((4, 8)).at[index % 4].add(table)
 
 
+@jax.custom_batching.custom_vmap
+def batched(x):
+    return jnp.sin(x)
+
+
+batched.def_vmap(lambda size, is_batched, x: (jnp.sin(x), True))
+
+
+@partial(lax.composite, name="tests.doubled")
+def composed(x):
+    return x * 2
+
+
+def reduced(x):
+    """JAX does not differentiate it."""
+    return x * lax.reduce(lax.stop_gradient(x), 1.0, lambda a, b: a * b + a, (0,))
+
+
 def windows_of_a_function(x):
     """JAX does not differentiate it."""
     x = lax.stop_gradient(x)
@@ -81,10 +100,12 @@ def attention(q, k, v):
 UNARY = {
     "abs": (jnp.abs, X), "acos": (jnp.arccos, UNIT), "acosh": (jnp.arccosh, POSITIVE + 1), "asin": (jnp.arcsin, UNIT),
     "asinh": (jnp.arcsinh, X), "atan": (jnp.arctan, X), "atanh": (jnp.arctanh, UNIT),
+    "bessel_i0e": (lax.bessel_i0e, X), "bessel_i1e": (lax.bessel_i1e, X),
     "ceil": (jnp.ceil, X), "cos": (jnp.cos, X), "cosh": (jnp.cosh, X), "digamma": (lax.digamma, POSITIVE),
     "erf": (lax.erf, X), "erf_inv": (lax.erf_inv, UNIT), "erfc": (lax.erfc, X), "exp": (jnp.exp, X),
     "exp2": (jnp.exp2, X), "expm1": (jnp.expm1, X), "floor": (jnp.floor, X), "is_finite": (jnp.isfinite, X),
     "lgamma": (lax.lgamma, POSITIVE), "log": (jnp.log, POSITIVE), "log1p": (jnp.log1p, POSITIVE),
+    "log2": (jnp.log2, POSITIVE),
     "logistic": (jax.nn.sigmoid, X), "neg": (jnp.negative, X), "not": (jnp.logical_not, flags(4, 8)),
     "population_count": (lax.population_count, ints(99, 4, 8)), "integer_pow": (lambda x: x**3, X),
     "round": (jnp.round, X), "rsqrt": (lax.rsqrt, POSITIVE), "sign": (jnp.sign, X), "sin": (jnp.sin, X),
@@ -228,11 +249,17 @@ OPERATIONS: dict[str, list[Case]] = {
         (bag, (floats(4, 8), ints(9, 4))),
         (lambda x, i: jax.ops.segment_sum(x, i, 4), (floats(8, 4), ints(4, 8))),
     ],
+    "scatter-sub": [(lambda t, x, i: t.at[i].subtract(x), (X, floats(4, 8), ints(4, 4)))],
     "scatter-min": [(lambda t, x, i: t.at[i].min(x), (X, floats(2, 8), np.array([3, 0], np.int32)))],
     "scatter-max": [(lambda t, x, i: t.at[i].max(x), (X, floats(2, 8), np.array([3, 0], np.int32)))],
     "scatter-mul": [
         (lambda t, x, i: t.at[i].multiply(x, unique_indices=True), (X, floats(2, 8), np.array([3, 0], np.int32)))
     ],
+    "reduce": [(reduced, (X,))],
+    "device_put": [(lambda x: jnp.sin(jax.device_put(x)), (X,))],
+    "custom_vmap_call": [(lambda x: x * batched(lax.stop_gradient(x)), (X,))],
+    "composite": [(lambda x: x * composed(lax.stop_gradient(x)), (X,))],
+    "call_hi_primitive": [(lambda x: x * jnp.searchsorted(jnp.linspace(-1.0, 1.0, 5), x), (X,))],
     "iota": [(lambda x: x * jnp.arange(8), (X,)), (lambda x: x + lax.broadcasted_iota(float, (4, 8), 0), (X,))],
     "random_bits": [
         (lambda x: x * jax.random.bernoulli(jax.random.key(KEY), 0.5, x.shape), (X,)),

@@ -221,8 +221,10 @@ class _Stage:
         slots = slots._replace(entries=entries, residuals=residuals, shares=shares)
         changed = (out, slots.layers if self.at_once else slots.stash, slots.sums)
         out, made, sums = self._if("B", row, self._backward, changed, slots)
-        slots = slots._replace(sums=sums, **{"layers" if self.at_once else "stash": made})
-        if not self.at_once:
+        if self.at_once:
+            slots = slots._replace(sums=sums, layers=made)
+        else:
+            slots = slots._replace(sums=sums, stash=made)
             row_of_w = row._replace(kind=in_order(row.kind, out))
             slots = slots._replace(layers=self._if("W", row_of_w, self._weights, slots.layers, slots))
         return slots._replace(inbox=self._send(slots.inbox, out, row, in_order(pattern, slots.layers))), None

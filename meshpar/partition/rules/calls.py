@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,9 +22,17 @@ from meshpar.partition.streamed import streamed
 
 def inlined(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A function that was only named, by `jax.jit`: its operations are planned as if they stood here."""
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in eqn.params)
     with scope.called(eqn):
         return scope.plan(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), nodes)
+
+
+def expanded(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """What JAX, from 0.12 on, states as one operation, such as `jnp.searchsorted`: those that compute it."""
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    closed = jax.make_jaxpr(partial(eqn.primitive.to_lojax, **eqn.params))(*structs)
+    with scope.called(eqn):
+        return scope.plan(closed.jaxpr, closed.consts, nodes)
 
 
 def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -41,6 +50,13 @@ def remat(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     arguments = [Use(node.register) for node in nodes if isinstance(node, Placed)]
     arguments += [Use(placed.register) for placed, _ in inner.captured]
     return scope.step(again, arguments, [one.layout for one in outs], scope.source(eqn), ((inner.program, 1),))
+
+
+def placed(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
+    """A `device_put` that names no device: the values as they are."""
+    if any(device is not None for device in eqn.params["devices"]):
+        raise scope.unknown(eqn)
+    return nodes
 
 
 def barrier(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -95,7 +111,11 @@ def callback(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
 
 RULES: dict[str, Rule] = {
     "partitioned": signed(lambda eqn: eqn.params["signature"]),
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "custom_lin"), inlined),
+    **dict.fromkeys(
+        ("jit", "pjit", "closed_call", "core_call", "custom_lin", "custom_vmap_call", "composite"), inlined
+    ),
+    "call_hi_primitive": expanded,
+    "device_put": placed,
     **dict.fromkeys(("remat2", "remat", "checkpoint"), remat),
     "optimization_barrier": barrier,
     "shard_map": region,

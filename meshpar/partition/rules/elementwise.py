@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Deferred, Placed, Scope
 from meshpar.partition.rules.rule import Rule, same
-from meshpar.partition.signature import Signature, sharded
+from meshpar.partition.signature import Call, Signature, sharded
 
 LINEAR = {
     "add": "all", "sub": "all", "add_any": "all", "mul": "one", "div": "first", "neg": "one", "copy": "one",
@@ -24,6 +30,8 @@ OTHERS = [
     "atan",
     "atan2",
     "atanh",
+    "bessel_i0e",
+    "bessel_i1e",
     "bitcast_convert_type",
     "cbrt",
     "ceil",
@@ -51,6 +59,7 @@ OTHERS = [
     "lgamma",
     "log",
     "log1p",
+    "log2",
     "logistic",
     "lt",
     "max",
@@ -58,8 +67,10 @@ OTHERS = [
     "ne",
     "nextafter",
     "not",
+    "one_minus_square",
     "or",
     "polygamma",
+    "polynomial",
     "population_count",
     "pow",
     "integer_pow",
@@ -85,6 +96,8 @@ OTHERS = [
     "le_to",
     "lt_to",
 ]
+SLOPES = {"erf": 2 / math.sqrt(math.pi), "erfc": -2 / math.sqrt(math.pi)}
+"""Primitive -> the factor of exp(-x^2) in its derivative."""
 
 
 def elementwise(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -118,7 +131,31 @@ def signature_of(eqn: Any, nodes: list[Any]) -> Signature:
     linear = LINEAR.get(eqn.primitive.name, "no")
     if eqn.primitive.name == "convert_element_type" and not _keeps_sums(eqn):
         linear = "no"
-    return Signature(ins, (out,), same(eqn), linear=linear, views=len(nodes) == 1)  # pyright: ignore
+    return Signature(ins, (out,), _compute(eqn), linear=linear, views=len(nodes) == 1)  # pyright: ignore
+
+
+def _compute(eqn: Any) -> Callable[..., list[jax.Array]]:
+    """What the equation does on shards. JAX 0.12 cannot differentiate error functions there.
+
+    It writes their derivative with `lax.polynomial`, whose coefficients it does not cast to the type of the shards.
+    """
+    name = eqn.primitive.name
+    return partial(_error_function, name) if name in SLOPES else same(eqn)
+
+
+def _error_function(name: str, call: Call, x: jax.Array) -> list[jax.Array]:
+    return [_with_slope(name, x)]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_slope(name: str, x: jax.Array) -> jax.Array:
+    return getattr(lax, name)(x)
+
+
+@_with_slope.defjvp
+def _with_slope_jvp(name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    return _with_slope(name, x), SLOPES[name] * (dx * jnp.exp(-jnp.square(x)))
 
 
 def _keeps_sums(eqn: Any) -> bool:

@@ -162,8 +162,7 @@ def _local_scatter(eqn: Any, operand: Any, looked_up: dict[int, Any], rows: tupl
 RULES: dict[str, Rule] = {
     "gather": signed(gather),
     "scatter": signed(scatter),
-    "scatter_add": signed(scatter_add),
-    "scatter-add": signed(scatter_add),
+    **dict.fromkeys(("scatter_add", "scatter-add", "scatter-sub"), signed(scatter_add)),
     **dict.fromkeys(
         ("scatter_mul", "scatter-mul", "scatter_min", "scatter-min", "scatter_max", "scatter-max"), signed(scatter)
     ),

@@ -53,15 +53,19 @@ def _extreme_jvp(dims: Any, axes: Axes, own: Any, over: Any, primals: Any, tange
     return result, lax.psum((is_extreme * dx).sum(dims), axes) / count
 
 
-def over_vmapped(primitive: Any, signature: Callable[[Any], Signature]) -> Rule:
-    """A collective over the axis that a `vmap` names: JAX leaves it as a reduction of that dim, by the dim's number."""
+def over_vmapped(reduce: Callable[..., jax.Array], signature: Callable[[Any], Signature]) -> Rule:
+    """A collective over the axis that a `vmap` names: JAX leaves it as a reduction of that dim, by the dim's number.
+
+    Args:
+      reduce: the same reduction as a function, whose trace has the parameters that this version of JAX gives it.
+    """
 
     def rule(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         axes = eqn.params["axes"]
         if eqn.params["axis_index_groups"] or not all(isinstance(axis, int) for axis in axes):
             raise scope.unknown(eqn)
-        more = {"out_sharding": None} if primitive is lax.reduce_sum_p else {}
-        reduced = eqn.replace(primitive=primitive, params={"axes": axes, **more})
+        (traced,) = jax.make_jaxpr(partial(reduce, axes=axes))(eqn.invars[0].aval).eqns
+        reduced = eqn.replace(primitive=traced.primitive, params=traced.params)
         return scope.operation(eqn, signature(reduced), nodes)
 
     return rule
@@ -80,6 +84,14 @@ def logical(eqn: Any) -> Signature:
         return [over_devices(own.astype(jnp.int32), shared).astype(own.dtype)] if shared else [own]
 
     return Signature((labels,), (out,), compute, closed=axes)
+
+
+def by_function(eqn: Any) -> Signature:
+    """`lax.reduce` of several arrays by a function, each with its initial value: the dims have to be whole."""
+    num, axes = len(eqn.outvars), eqn.params["dimensions"]
+    labels = dims(eqn.invars[0].aval, *axes)
+    out = tuple(label for i, label in enumerate(labels) if i not in axes)
+    return Signature((labels,) * num + ((),) * num, (out,) * num, same(eqn))
 
 
 def over_whole(eqn: Any) -> Signature:
@@ -124,9 +136,10 @@ def window(eqn: Any) -> Signature:
 RULES: dict[str, Rule] = {
     "reduce_sum": signed(reduce_sum),
     **dict.fromkeys(("reduce_max", "reduce_min"), signed(extreme)),
-    "psum": over_vmapped(lax.reduce_sum_p, reduce_sum),
-    "pmax": over_vmapped(lax.reduce_max_p, extreme),
-    "pmin": over_vmapped(lax.reduce_min_p, extreme),
+    "reduce": signed(by_function),
+    "psum": over_vmapped(lax.reduce_sum, reduce_sum),
+    "pmax": over_vmapped(lax.reduce_max, extreme),
+    "pmin": over_vmapped(lax.reduce_min, extreme),
     **dict.fromkeys(("reduce_or", "reduce_and"), signed(logical)),
     **dict.fromkeys(("argmax", "argmin", "reduce_prod", "reduce_xor"), signed(over_whole)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), signed(along("axis"))),
