@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from meshpar.cost.walk import inner_jaxprs
 from meshpar.errors import VerificationError
+from meshpar.partition.rules.loops import scan_counts
 from meshpar.train.loss import LossSums
 
 WIDE: dict[Any, np.dtype[Any]] = {np.dtype(one): np.dtype("float64") for one in ("float16", "float32", jnp.bfloat16)}
@@ -142,13 +143,13 @@ def _operation(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _scan(params: Any, values: list[Any]) -> Sequence[Any]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, rows = values[:first], values[first:last], values[last:]
+    num_consts, num_carry = scan_counts(params)
+    consts, carry, rows = values[:num_consts], values[num_consts:][:num_carry], values[num_consts + num_carry :]
     body = params["jaxpr"]
 
     def step(carry: Any, rows: Any) -> Any:
         found = _evaluate(body.jaxpr, body.consts, *consts, *carry, *rows)
-        return found[: params["num_carry"]], found[params["num_carry"] :]
+        return found[:num_carry], found[num_carry:]
 
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, found = jax.lax.scan(step, carry, rows, **options)

@@ -26,6 +26,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -105,6 +106,9 @@ def shell() -> dict[str, str]:
 OPTIMIZED = ("inspect.md", "14-precision.md")
 """Pages that show what XLA's optimizations make: names that are followed through fusions, and memory."""
 
+COUNTED = ("plan.md", "14-precision.md")
+"""Pages that show what a version of JAX counts and stores. With another one only their words are compared."""
+COUNTED_BY = "0.10.2"
 
 QUICKLY = {"XLA_FLAGS": FLAGS, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1"}
 
@@ -155,10 +159,15 @@ def check_outputs(page: Path, folder: Path) -> None:
 
 def check_same(page: Path, program: list[Block], printed: list[str]) -> None:
     for block, got in zip(program, printed, strict=True):
+        read = _without_figures if page.name in COUNTED and version("jax") != COUNTED_BY else _stripped
         same = block.output is None or doctest.OutputChecker().check_output(
-            _stripped(block.output), _stripped(got), doctest.ELLIPSIS
+            read(block.output), read(got), doctest.ELLIPSIS
         )
         assert same, f"{page}:{block.line} shows\n{block.output}\nbut prints\n{got}"
+
+
+def _without_figures(text: str) -> str:
+    return re.sub(r"(?<![.\d])\d[\d.,]*| +", " ", _stripped(text))
 
 
 def check_command(line: str) -> None:

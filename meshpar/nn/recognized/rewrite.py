@@ -17,7 +17,7 @@ from meshpar.nn.recognized.masks import Frame, Mask, Term, View
 from meshpar.nn.recognized.operation import Dims, signature
 from meshpar.nn.recognized.scores import Label, Scores, followed, product
 from meshpar.partition.op import partitioned_p
-from meshpar.partition.rules.loops import scan_counts
+from meshpar.partition.rules.loops import scan_counts, with_consts
 from meshpar.partition.source import Source
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint"}
@@ -150,9 +150,7 @@ class _Walk:
         num_consts, _ = scan_counts(eqn.params)
         closed = eqn.params["jaxpr"]
         rest = len(closed.in_avals) - num_consts
-        # jax 0.12 has the numbers of arguments in a tree, to which none is added: masks of all pairs stay as they are.
-        follows = (Known,) if "ft_in" in eqn.params else (Known, Mask, View)
-        fixed = [x if isinstance(x, follows) else None for x in operands[:num_consts]]
+        fixed = [x if isinstance(x, Known | Mask | View) else None for x in operands[:num_consts]]
         consts = [known.constant(x) for x in closed.consts]
         inside = Frame()
         new, _ = self.program(closed.jaxpr, consts, [*fixed, *[None] * rest], inside, Source.of(eqn, caller))
@@ -160,10 +158,9 @@ class _Walk:
         if new is closed.jaxpr:
             return eqn, nothing
         new = _with_arguments(new, num_consts, inside)
-        added = len(inside.captured)
         params = eqn.params | {"jaxpr": closed.replace(jaxpr=new)}
-        if added:
-            params |= {"num_consts": num_consts + added}
+        if inside.captured:
+            params = with_consts(params, num_consts + len(inside.captured))
         invars = [*eqn.invars[:num_consts], *_captured(inside, frame), *eqn.invars[num_consts:]]
         return eqn.replace(params=params, invars=invars), nothing
 

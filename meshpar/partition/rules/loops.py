@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxprs_in_params
@@ -101,6 +102,20 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def with_consts(params: Mapping[str, Any], num: int) -> dict[str, Any]:
+    """The parameters of a scan that has this number of constants; in jax 0.12 their tree is that of another scan."""
+    if "ft_in" not in params:
+        return {**params, "num_consts": num}
+
+    def other(consts: list[Any]) -> Any:
+        return lax.scan(lambda carry, _: (carry + sum(consts), None), 0.0, length=1)
+
+    (traced,) = jax.make_jaxpr(other)([0.0] * num).eqns
+    consts, *_ = traced.params["ft_in"].unpack()
+    _, *rest = params["ft_in"].unpack()
+    return {**params, "ft_in": type(params["ft_in"])(consts, *rest)}
 
 
 def scan(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
