@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshpar.data import grain_alone
 from meshpar.data.corpus import AtPath, TextCorpus
 from meshpar.data.documents import HEADING
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import cut_off
 from meshpar.data.jsonl import MOST_PROBLEMS
+from meshpar.data.with_grain import array_records
 from meshpar.errors import DataError, Problems, nearest
 
 GLOB = "**/*.array_record*"
@@ -111,9 +111,7 @@ def features(example: bytes) -> Mapping[str, list[Any]]:
     return {name: [x for kind in KINDS for x in getattr(one, f"{kind}_list").value] for name, one in found.items()}
 
 
-@lru_cache(64)
-def _source(path: Path) -> Any:
-    return grain_alone.load().sources.ArrayRecordDataSource([str(path)])
+_source = lru_cache(64)(array_records)
 
 
 @lru_cache(1)

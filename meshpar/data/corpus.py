@@ -15,7 +15,7 @@ from pydantic import Field
 
 from meshpar.config import Coerced, Config, DataPath, Positive, default
 from meshpar.data.cache import cached
-from meshpar.data.dataset import Dataset, FirstRows, Rows
+from meshpar.data.dataset import Dataset, Rows
 from meshpar.data.documents import Documents, no_data, share
 from meshpar.data.encode import Content, encode
 from meshpar.data.file_ranges import FileRange
@@ -86,10 +86,8 @@ class Batching(Config):
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
         train, held_out = zip(*splits, strict=True)
-        if self.held_out_rows is not None:
-            held_out = tuple(FirstRows(rows, self.held_out_rows) for rows in held_out)
         trained = Dataset(train, self.batch_size, seed, weights, later=self.later_weights)
-        return trained, Dataset(held_out, self.batch_size, None)
+        return trained, Dataset(held_out, self.batch_size, None, first_rows=self.held_out_rows)
 
     def _check_memory(self) -> None:
         """Refuses batches that no memory can hold, which would take forever to read."""

@@ -31,14 +31,6 @@ def load() -> ModuleType:
     return grain
 
 
-def allow_workers() -> None:
-    """Lets Grain start worker processes: it reads absl's flags, which only programs with absl's `app.run` parse."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-
-
 def _postpone(public: ModuleType) -> None:
     """Defines the names of the handler at their first use, in Grain's public module and in that of the handler."""
     inner = sys.modules[public.CheckpointHandler.__module__]
