@@ -1,4 +1,7 @@
-"""What Grain does for the data: it shuffles rows, reads them ahead, and opens ArrayRecord files."""
+"""What Grain does for the data: it shuffles rows, reads them ahead, and opens ArrayRecord files.
+
+It is imported when the first row is read, because it imports Orbax, which is slow.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-
-from meshpar.data import grain_alone
 
 T = TypeVar("T")
 
@@ -22,7 +23,8 @@ def shuffled(lengths: Sequence[int], seed: int) -> list[Any]:
     >>> sorted(order[i] for i in range(3)), sorted(order[i] for i in range(3, 6))
     ([0, 1, 2], [0, 1, 2])
     """
-    grain = grain_alone.load()
+    import grain
+
     # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
     seeds = np.random.SeedSequence(seed).generate_state(len(lengths))
     return [
@@ -39,7 +41,8 @@ def read_ahead(read: Callable[[int], T], start: int, stop: int, workers: int = 0
     Args:
       workers: processes that read instead; `read` is pickled then.
     """
-    grain = grain_alone.load()
+    import grain
+
     indices = grain.MapDataset.range(start, stop) if start < stop else grain.MapDataset.source([])
     threads, buffer = (1, 2) if workers else (2, 8)
     found = indices.map(read).to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer))
@@ -55,7 +58,9 @@ def read_ahead(read: Callable[[int], T], start: int, stop: int, workers: int = 0
 
 def array_records(path: Path) -> Any:
     """The records of an ArrayRecord file, by index."""
-    return grain_alone.load().sources.ArrayRecordDataSource([str(path)])
+    import grain
+
+    return grain.sources.ArrayRecordDataSource([str(path)])
 
 
 def _allow_workers() -> None:
