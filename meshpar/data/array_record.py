@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from meshpar.data.corpus import AtPath, TextCorpus
-from meshpar.data.documents import HEADING
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import cut_off
-from meshpar.data.jsonl import MOST_PROBLEMS
+from meshpar.data.reading import parsed
 from meshpar.data.with_grain import array_records
-from meshpar.errors import DataError, Problems, nearest
+from meshpar.errors import nearest
 
 GLOB = "**/*.array_record*"
 KINDS = ("bytes", "float", "int64")
@@ -41,22 +40,8 @@ class ArrayRecord(AtPath, TextCorpus):
             return 1
 
     def read(self, part: FileRange) -> Iterator[Content]:
-        problems = Problems()
-        for path in part.files:
-            try:
-                found = source(path)
-            except ValueError as error:
-                problems.add(str(path), *error.args)
-                continue
-            for row in range(len(found))[part.start : part.stop]:
-                where = f"{path}, row {row}"
-                try:
-                    yield Content(where, self._content(record(found, row)))
-                except ValueError as error:
-                    problems.add(where, *error.args)
-                    if len(problems) == MOST_PROBLEMS:
-                        problems.raise_any(DataError, HEADING)
-        problems.raise_any(DataError, HEADING)
+        for where, _, content in parsed(_records(part), lambda read: self._content(read())):
+            yield Content(where, content)
 
     def _content(self, found: bytes) -> str | np.ndarray:
         """Raises ValueError(what is wrong), or ValueError(what is wrong, fix)."""
@@ -76,6 +61,18 @@ class ArrayRecord(AtPath, TextCorpus):
         if all(isinstance(i, int) for i in content):
             return np.array(content, np.int64)
         raise ValueError(f"its feature {self.feature!r} is neither a text nor a list of token ids")
+
+
+def _records(part: FileRange) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """(place, what reads it) of each record; of a file that is not whole one, which raises its error."""
+    for path in part.files:
+        try:
+            found = source(path)
+        except ValueError:
+            yield str(path), partial(source, path)
+            continue
+        for row in range(len(found))[part.start : part.stop]:
+            yield f"{path}, row {row}", partial(record, found, row)
 
 
 def source(path: Path) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshpar.data.chat.conversations import Conversation, forged
 from meshpar.data.chat.template import ChatTemplate
+from meshpar.data.reading import SameForAllError
 from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import excerpt
 
@@ -24,7 +25,7 @@ AROUND = 30
 """Characters on each side of a difference that an error shows."""
 
 
-class UnsuitableTemplateError(ValueError):
+class UnsuitableTemplateError(SameForAllError):
     """By the template it cannot be told which tokens are learned: (what is wrong, the fix)."""
 
 
