@@ -12,6 +12,7 @@ import numpy as np
 from meshpar.data.arrow import pyarrow
 from meshpar.data.files import cut_off
 from meshpar.data.images.files import integer
+from meshpar.data.images.shards import PictureShard
 from meshpar.errors import DataError, nearest
 from meshpar.tree import human_bytes
 
@@ -23,7 +24,7 @@ LARGEST_GROUP = 2**30
 
 
 @dataclass(frozen=True)
-class PictureTable:
+class PictureTable(PictureShard):
     """The pictures of a Parquet file, of which whole row groups are read.
 
     Args:
@@ -31,7 +32,6 @@ class PictureTable:
       image, label: the names of the columns.
     """
 
-    path: Path
     ends: np.ndarray
     image: str
     label: str
@@ -57,9 +57,6 @@ class PictureTable:
         if picture is None:
             raise DataError(f"its {self.image} is null\n    remove the row, or store the bytes of the picture")
         return picture, integer(labels[at].as_py())
-
-    def where(self, row: int) -> str:
-        return f"{self.path}, row {row}"
 
 
 def open_table(path: Path, image: str, label: str) -> PictureTable:

@@ -8,24 +8,23 @@ from pathlib import Path
 
 from meshpar.data.documents import HEADING
 from meshpar.data.images.decode import SUFFIXES
+from meshpar.data.images.shards import PictureShard
 from meshpar.errors import DataError, Problems, suggestion
 from meshpar.regular_files import nearby, open_regular
 
 
 @dataclass(frozen=True)
-class ClassFolder:
+class ClassFolder(PictureShard):
     """The pictures of a class.
 
     Args:
-      folder: in which they are, at any depth.
+      path: of the folder in which they are, at any depth.
       files: their paths below the folder, sorted.
       label: the number of the class.
     """
 
-    folder: Path
     files: tuple[str, ...]
     label: int
-    blocks: None = None
 
     @property
     def length(self) -> int:
@@ -33,18 +32,17 @@ class ClassFolder:
 
     @property
     def signature(self) -> bytes:
-        return "\0".join([self.folder.name, *self.files]).encode()
+        return "\0".join([self.path.name, *self.files]).encode()
 
     def read(self, row: int) -> tuple[bytes, int]:
-        path = self.folder / self.files[row]
         try:
-            with open_regular(path) as file:
+            with open_regular(self.path / self.files[row]) as file:
                 return file.read(), self.label
         except OSError as error:
             raise DataError(f"it cannot be read: {error.strerror}") from None
 
     def where(self, row: int) -> str:
-        return str(self.folder / self.files[row])
+        return str(self.path / self.files[row])
 
 
 def class_names(path: Path) -> list[str]:

@@ -7,23 +7,25 @@ from pathlib import Path
 
 from meshpar.data.array_record import features, record, source
 from meshpar.data.images.files import integer
+from meshpar.data.images.shards import PictureShard
 from meshpar.data.rows.source import CorruptRow
 from meshpar.errors import DataError
 
 
 @dataclass(frozen=True)
-class Records:
+class Records(PictureShard):
     """The pictures of an ArrayRecord file.
 
     Args:
       image, label: the names of the features.
     """
 
-    path: Path
-    length: int
     image: str
     label: str
-    blocks: None = None
+
+    @property
+    def length(self) -> int:
+        return len(source(self.path))
 
     @property
     def signature(self) -> bytes:
@@ -42,9 +44,6 @@ class Records:
             raise DataError(f"its feature {self.image!r} is {picture!r}, not the bytes of a picture")
         return picture, integer(found[self.label][0])
 
-    def where(self, row: int) -> str:
-        return f"{self.path}, row {row}"
-
 
 def open_records(path: Path, image: str, label: str) -> Records:
     """Reads the end of an ArrayRecord file.
@@ -52,4 +51,5 @@ def open_records(path: Path, image: str, label: str) -> Records:
     Raises:
       ValueError: see `files.opened`.
     """
-    return Records(path, len(source(path)), image, label)
+    source(path)
+    return Records(path, image, label)

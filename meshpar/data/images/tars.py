@@ -11,6 +11,7 @@ import numpy as np
 
 from meshpar.data.images.decode import SUFFIXES
 from meshpar.data.images.files import integer
+from meshpar.data.images.shards import PictureShard
 from meshpar.data.tars import members, named
 from meshpar.errors import DataError
 from meshpar.regular_files import open_regular
@@ -20,7 +21,7 @@ LONGEST_LABEL = 32
 
 
 @dataclass(frozen=True)
-class Tar:
+class Tar(PictureShard):
     """The pictures of a tar file.
 
     Args:
@@ -28,11 +29,9 @@ class Tar:
       labels: int64[n].
     """
 
-    path: Path
     start: np.ndarray
     size: np.ndarray
     labels: np.ndarray
-    blocks: None = None
 
     @property
     def length(self) -> int:
@@ -52,9 +51,6 @@ class Tar:
         if len(found) < size:
             raise DataError("it is cut off: the file has become shorter since the run began")
         return found, int(self.labels[row])
-
-    def where(self, row: int) -> str:
-        return f"{self.path}, row {row}"
 
 
 def open_tar(path: Path, image: str | None, label: str) -> Tar:
