@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshpar.data.unmodified import kept_while_unmodified
 from meshpar.errors import DataError, Problems
 from meshpar.regular_files import open_regular
 
@@ -106,23 +106,11 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _read(folder: Path) -> Mapping[str, dict[str, Any]]:
     """The JSON objects of `FILES`; empty ones of files that are not there."""
-    return _parsed(folder, tuple(_changed(folder / name) for name in FILES))
+    return {name: _parsed(folder / name) if os.path.exists(folder / name) else {} for name in FILES}
 
 
-def _changed(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
-
-
-@lru_cache(maxsize=8)
-def _parsed(folder: Path, changed: tuple[tuple[int, int] | None, ...]) -> Mapping[str, dict[str, Any]]:
-    return {name: _parse(folder / name) if there else {} for name, there in zip(FILES, changed, strict=True)}
-
-
-def _parse(path: Path) -> dict[str, Any]:
+@kept_while_unmodified(32)
+def _parsed(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
             found = json.loads(file.read(_LARGEST))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +24,7 @@ from pydantic import Field
 from meshpar.checkpoint.durable import sync
 from meshpar.data.documents import no_data
 from meshpar.data.tokenizer import Bytes, Ids, TokenizerFile
+from meshpar.data.unmodified import kept_while_unmodified
 from meshpar.errors import DataError
 from meshpar.regular_files import nearby, open_regular
 
@@ -171,8 +171,7 @@ def manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     again = "meshpar data build CONFIG --output " + str(folder)
     try:
-        stat = path.stat()
-        return _manifest(path, stat.st_mtime_ns, stat.st_size)
+        return _manifest(path)
     except FileNotFoundError:
         if (folder / PLAN).is_file():
             raise no_data(str(folder), "its build has not ended", f"{again} goes on with it") from None
@@ -182,9 +181,8 @@ def manifest(folder: Path) -> Manifest:
         raise no_data(str(path), f"cannot be read: {error.strerror}") from None
 
 
-@lru_cache(maxsize=4)
-def _manifest(path: Path, modified_ns: int, size: int) -> Manifest:
-    """A file is read again only after it is modified."""
+@kept_while_unmodified(4)
+def _manifest(path: Path) -> Manifest:
     return read(path, Manifest, "build the shards again in an empty folder")
 
 
