@@ -211,13 +211,8 @@ def _reading(path: Path, problems: Problems) -> Iterator[None]:
 
 def _fault(schema: Any, column: str) -> tuple[str, str] | None:
     """What is wrong with a column, and the fix; None if it is valid."""
-    num = schema.names.count(column)
-    if num > 1:
-        return f"has {num} columns named {column!r}", "give each column its own name"
-    if num == 0:
-        near = nearest(column, schema.names)
-        fix = f"data.column={near}? " if near else ""
-        return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
+    if wrong := wrong_name(schema, "column", column):
+        return wrong
     types = pyarrow("pyarrow.types")
     found = schema.field(column).type
     value = found.value_type if types.is_dictionary(found) else found
@@ -225,6 +220,18 @@ def _fault(schema: Any, column: str) -> tuple[str, str] | None:
     if not (is_text or _is_list(found)):
         return f"its column {column!r} is {found}, neither text nor lists of token ids", ""
     return None
+
+
+def wrong_name(schema: Any, key: str, column: str) -> tuple[str, str] | None:
+    """What is wrong if there is not one column of the name that `data.KEY` is, and the fix; None if there is."""
+    num = schema.names.count(column)
+    if num > 1:
+        return f"has {num} columns named {column!r}", "give each column its own name"
+    if num == 1:
+        return None
+    near = nearest(column, schema.names)
+    fix = f"data.{key}={near}? " if near else ""
+    return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
 
 
 def _is_list(found: Any) -> bool:

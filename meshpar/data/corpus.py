@@ -21,7 +21,7 @@ from meshpar.data.encode import Content, encode
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import find, find_or_take, named
 from meshpar.data.fingerprint import fingerprint
-from meshpar.data.packing import PackedRows
+from meshpar.data.packing import PackedRows, Taken
 from meshpar.data.tokenizer import Bytes, Ids, Tokenizer, TokenizerFile
 from meshpar.data.weights import Phase
 from meshpar.errors import DataError, Problem
@@ -66,7 +66,12 @@ class Batching(Config):
     @property
     def omitted(self) -> frozenset[str]:
         """The arrays that a batch does not contain: joined rows have no segments."""
-        return frozenset({"segments"} if self.documents_in_row == "joined" else ())
+        return frozenset({"segments"} if self.is_joined else ())
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether a token attends to all earlier tokens of its row."""
+        return self.documents_in_row == "joined"
 
     def datasets(self, seed: int, bounds: Mapping[str, int] | None = None) -> tuple[Dataset, Dataset]:
         """The training documents, in shuffled rows without end, and the held-out documents, once and in order.
@@ -143,6 +148,10 @@ class Corpus(Batching):
     def sources(self) -> list[tuple[int, Corpus]]:
         return [(1, self)]
 
+    def packed(self, documents: Taken) -> PackedRows:
+        """Documents in rows of `seq_len` tokens."""
+        return PackedRows(documents, self.seq_len, self.is_joined)
+
 
 class DocumentCorpus(Corpus):
     """A source of documents, whose tokens are all learned."""
@@ -157,8 +166,7 @@ class DocumentCorpus(Corpus):
 
     def rows(self) -> tuple[Rows, Rows]:
         train, held_out = self.documents().split(self.held_out_fraction)
-        joined = self.documents_in_row == "joined"
-        return PackedRows(train, self.seq_len, joined), PackedRows(held_out, self.seq_len, joined)
+        return self.packed(train), self.packed(held_out)
 
 
 class FileCorpus(DocumentCorpus):

@@ -37,11 +37,10 @@ class Chat(Rendered):
 
     def rows(self) -> tuple[ConversationRows, ConversationRows]:
         examples = self.examples()
-        joined = self.documents_in_row == "joined"
 
         def side(chosen: np.ndarray) -> ConversationRows:
             pieces = [piece for i in chosen for piece in examples[i].pieces]
-            return ConversationRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, joined)
+            return ConversationRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, self.is_joined)
 
         train, held_out = self.sides([one.share for one in examples])
         return side(train), side(held_out)

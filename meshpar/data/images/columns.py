@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.data.arrow import pyarrow
+from meshpar.data.arrow import pyarrow, wrong_name
 from meshpar.data.files import cut_off
 from meshpar.data.images.files import integer
 from meshpar.data.images.shards import PictureShard
-from meshpar.errors import DataError, nearest
+from meshpar.errors import DataError
 from meshpar.tree import human_bytes
 
 GLOB = "**/*.parquet"
@@ -83,10 +83,8 @@ def open_table(path: Path, image: str, label: str) -> PictureTable:
 def _check(schema: Any, columns: dict[str, str]) -> None:
     types = pyarrow("pyarrow.types")
     for key, name in columns.items():
-        if schema.names.count(name) != 1:
-            near = nearest(name, schema.names)
-            fix = f"data.{key}={near}? " if near else ""
-            raise ValueError(f"has no column {name!r}", f"{fix}It has {', '.join(schema.names)}")
+        if wrong := wrong_name(schema, key, name):
+            raise ValueError(*wrong)
         found = schema.field(name).type
         if types.is_struct(found) and found.get_field_index("bytes") >= 0:
             found = found.field("bytes").type

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshpar.data.documents import HEADING
+from meshpar.data.documents import HEADING, no_data
 from meshpar.data.files import find_or_take
 from meshpar.data.images.shards import PictureShard
 from meshpar.errors import DataError, Problems
@@ -31,8 +31,7 @@ def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Pict
     problems.raise_any(DataError, HEADING)
     some = tuple(shard for shard in found if shard.length)
     if not some:
-        problems.add(str(path), "has no pictures: its files are empty", "")
-    problems.raise_any(DataError, HEADING)
+        raise no_data(str(path), "has no pictures: its files are empty")
     return some
 
 

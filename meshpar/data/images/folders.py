@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshpar.data.documents import HEADING
+from meshpar.data.documents import HEADING, no_data
 from meshpar.data.images.decode import SUFFIXES
 from meshpar.data.images.shards import PictureShard
 from meshpar.errors import DataError, Problems, suggestion
@@ -51,16 +51,13 @@ def class_names(path: Path) -> list[str]:
     Raises:
       DataError: there are none.
     """
-    problems = Problems()
-    found: list[str] = []
+    where = f"data.path = {str(path)!r}"
     if not os.path.isdir(path):
-        problems.add(f"data.path = {str(path)!r}", "there is no such folder", nearby(path))
-    else:
-        found = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-        if not found:
-            fix = "a folder for each class; or data.format=parquet, webdataset or array_record, for files with labels"
-            problems.add(f"data.path = {str(path)!r}", "contains no folder", fix)
-    problems.raise_any(DataError, HEADING)
+        raise no_data(where, "there is no such folder", nearby(path))
+    found = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        fix = "a folder for each class; or data.format=parquet, webdataset or array_record, for files with labels"
+        raise no_data(where, "contains no folder", fix)
     return found
 
 

@@ -7,10 +7,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshpar.config import Config, Count, Positive
 from meshpar.data.rows.dataset import RowDataset, Rows, StreamDataset, Transform, first_row
@@ -32,6 +32,8 @@ class RowData(Config):
     vocab_size: ClassVar[int] = 1
     documents_in_row: ClassVar[Literal["separate", "joined"]] = "joined"
     omitted: ClassVar[frozenset[str]] = frozenset()
+    held_out_key: ClassVar[str]
+    """The key that names rows of their own for evaluations."""
     tokenizer: ClassVar[Ids] = Ids(vocab_size=1, bos=0)
 
     batch_size: Positive = 16
@@ -47,6 +49,13 @@ class RowData(Config):
     """Processes that read rows ahead. Default: two threads."""
     if_changed: Literal["refuse", "allow"] = "refuse"
     """Whether a run may resume if the rows have changed: their number, the first or the last."""
+
+    @model_validator(mode="after")
+    def _hold_out_once(self) -> Self:
+        if getattr(self, self.held_out_key) is not None and self.held_out_fraction is not None:
+            what = f"held_out_fraction = {self.held_out_fraction}: {self.held_out_key} names the rows of evaluations"
+            raise ValueError(f"{what}, so that no fraction is drawn; leave one of them out")
+        return self
 
     @property
     @abstractmethod

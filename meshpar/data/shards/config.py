@@ -56,8 +56,7 @@ class Shards(Corpus):
     def rows(self) -> tuple[PackedRows, PackedRows]:
         found = self.manifest
         self._check(found)
-        joined = self.documents_in_row == "joined"
-        train, held_out = (PackedRows(self._documents(found, side), self.seq_len, joined) for side in (TRAIN, HELD_OUT))
+        train, held_out = (self.packed(self._documents(found, side)) for side in (TRAIN, HELD_OUT))
         return train, held_out
 
     def _documents(self, found: Manifest, side: str) -> StoredDocuments:
