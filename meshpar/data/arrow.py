@@ -121,7 +121,11 @@ class Arrow(_Column):
     glob: str = "**/*.arrow"
 
     def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
-        return open_arrow(path, self.column, start, stop)
+        schema, batches = _batches(path)
+        first = sum(len(batch) for batch in islice(batches, start))
+        at = schema.get_field_index(self.column)
+        rest = islice(batches, None if stop is None else stop - start)
+        return Opened(schema, (batch.column(at) for batch in rest), first)
 
     def files(self) -> list[Path]:
         """The files; of a data set that Hugging Face's `datasets` wrote, without what it cached beside them."""
@@ -132,7 +136,7 @@ class Arrow(_Column):
         return [path for path in super().files() if _is_of_data_set(path)]
 
     def units(self, path: Path) -> int:
-        return num_batches(path)
+        return sum(1 for _ in _batches(path)[1])
 
     def documents(self) -> Documents:
         files = self.files()
@@ -164,22 +168,8 @@ def _is_of_data_set(path: Path) -> bool:
         raise no_data(str(path.with_name(STATE)), what, "move one of the two elsewhere") from None
 
 
-def open_arrow(path: Path, column: str, start: int = 0, stop: int | None = None) -> Opened:
-    """A column of the batches of an Arrow file or stream, mapped into memory: what is not read is not copied."""
-    schema, batches = _batches(path)
-    first = sum(len(batch) for batch in islice(batches, start))
-    at = schema.get_field_index(column)
-    rest = islice(batches, None if stop is None else stop - start)
-    return Opened(schema, (batch.column(at) for batch in rest), first)
-
-
-def num_batches(path: Path) -> int:
-    """The number of batches of an Arrow file or stream."""
-    return sum(1 for _ in _batches(path)[1])
-
-
 def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
-    """The schema and the batches of an Arrow file or stream."""
+    """The schema and the batches of an Arrow file or stream, mapped into memory: what is not read is not copied."""
     ipc = pyarrow("pyarrow.ipc")
     memory_map = pyarrow("pyarrow").memory_map
     try:

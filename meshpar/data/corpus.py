@@ -21,7 +21,7 @@ from meshpar.data.encode import Content, encode
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import find, find_or_take, named
 from meshpar.data.fingerprint import fingerprint
-from meshpar.data.packing import PackedRows, Taken
+from meshpar.data.packing import PackedRows, TokenSequence
 from meshpar.data.tokenizer import Bytes, Ids, Tokenizer, TokenizerFile
 from meshpar.data.weights import Phase
 from meshpar.errors import DataError, Problem
@@ -148,7 +148,7 @@ class Corpus(Batching):
     def sources(self) -> list[tuple[int, Corpus]]:
         return [(1, self)]
 
-    def packed(self, documents: Taken) -> PackedRows:
+    def packed(self, documents: TokenSequence) -> PackedRows:
         """Documents in rows of `seq_len` tokens."""
         return PackedRows(documents, self.seq_len, self.is_joined)
 

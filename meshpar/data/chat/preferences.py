@@ -7,10 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from meshpar.data.chat.conversations import Conversation, read_pair
+from meshpar.data.chat.conversations import read_pair
 from meshpar.data.chat.rendered import Rendered
 from meshpar.data.chat.rows import ConversationRows, RowPiece, learned_piece
-from meshpar.data.chat.targets import Encoder
 from meshpar.errors import DataWarning
 
 
@@ -51,7 +50,7 @@ class Preferences(Rendered):
         encoder = self.encoder()
 
         def encode(data: Any) -> tuple[RowPiece, RowPiece]:
-            chosen, rejected = (_piece(encoder, one) for one in read_pair(data))
+            chosen, rejected = (learned_piece(*encoder.encode(one)) for one in read_pair(data))
             size = len(chosen.tokens) + len(rejected.tokens)
             if size > self.seq_len and self.if_longer == "refuse":
                 what = f"both conversations have {size} tokens, more than data.seq_len = {self.seq_len}"
@@ -77,8 +76,3 @@ class Pair(NamedTuple):
     def size(self) -> int:
         """Their tokens together."""
         return len(self.chosen.tokens) + len(self.rejected.tokens)
-
-
-def _piece(encoder: Encoder, conversation: Conversation) -> RowPiece:
-    (encoded,) = encoder.encode(conversation)
-    return learned_piece(encoded)
