@@ -18,7 +18,6 @@ from meshpar.data.with_grain import array_records
 from meshpar.errors import nearest
 
 GLOB = "**/*.array_record*"
-KINDS = ("bytes", "float", "int64")
 
 
 class ArrayRecord(AtPath, TextCorpus):
@@ -102,40 +101,46 @@ def features(example: bytes) -> Mapping[str, list[Any]]:
       ValueError: the record is something else.
     """
     try:
-        found = _example().FromString(example).features.feature
+        entries = _example().FromString(example).features.feature
     except Exception:  # DecodeError of protobuf, which differs between its implementations
         raise ValueError("it is no tf.train.Example") from None
-    return {name: [x for kind in KINDS for x in getattr(one, f"{kind}_list").value] for name, one in found.items()}
+    lists = ("bytes_list", "float_list", "int64_list")  # of which one has values
+    return {entry.key: [x for name in lists for x in getattr(entry.value, name).value] for entry in entries}
 
 
 _source = lru_cache(64)(array_records)
 
 
+EXAMPLE = """
+name: "meshpar/example.proto" package: "meshpar.tf" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature"
+  oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: "Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  nested_type {
+    name: "Entry"
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" }
+  }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
+"""The message `tf.train.Example`, whose schema TensorFlow publishes as example.proto and feature.proto."""
+
+
 @lru_cache(1)
 def _example() -> Any:
-    """The message `tf.train.Example`, whose schema TensorFlow publishes as example.proto and feature.proto."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="meshpar/example.proto", package="meshpar.tf", syntax="proto3")
-    of_kinds = {"bytes": kinds.TYPE_BYTES, "float": kinds.TYPE_FLOAT, "int64": kinds.TYPE_INT64}
-    feature = file.message_type.add(name="Feature")
-    feature.oneof_decl.add(name="kind")
-    for number, (name, kind) in enumerate(of_kinds.items(), 1):
-        values = file.message_type.add(name=f"{name.title()}List")
-        values.field.add(name="value", number=1, label=kinds.LABEL_REPEATED, type=kind)
-        feature.field.add(name=f"{name}_list", number=number, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_MESSAGE,
-                          type_name=f".meshpar.tf.{name.title()}List", oneof_index=0)  # fmt: skip
-    features = file.message_type.add(name="Features")
-    entry = features.nested_type.add(name="FeatureEntry", options=descriptor_pb2.MessageOptions(map_entry=True))
-    entry.field.add(name="key", number=1, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_STRING)
-    entry.field.add(name="value", number=2, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_MESSAGE,
-                    type_name=".meshpar.tf.Feature")  # fmt: skip
-    features.field.add(name="feature", number=1, label=kinds.LABEL_REPEATED, type=kinds.TYPE_MESSAGE,
-                       type_name=".meshpar.tf.Features.FeatureEntry")  # fmt: skip
-    example = file.message_type.add(name="Example")
-    example.field.add(name="features", number=1, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_MESSAGE,
-                      type_name=".meshpar.tf.Features")  # fmt: skip
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("meshpar.tf.Example"))
