@@ -42,12 +42,12 @@ class ArrayRecord(AtPath, TextCorpus):
         for where, _, content in parsed(_records(part), lambda read: self._content(read())):
             yield Content(where, content)
 
-    def _content(self, found: bytes) -> str | np.ndarray:
+    def _content(self, stored: bytes) -> str | np.ndarray:
         """Raises ValueError(what is wrong), or ValueError(what is wrong, fix)."""
         if self.feature is None:
-            return found.decode("utf-8", "surrogateescape")
+            return stored.decode("utf-8", "surrogateescape")
         try:
-            values = features(found)
+            values = features(stored)
         except ValueError as error:
             raise ValueError(*error.args, "data.feature=null, if the record is the text") from None
         if self.feature not in values:
@@ -66,12 +66,12 @@ def _records(part: FileRange) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """(place, what reads it) of each record; of a file that is not whole one, which raises its error."""
     for path in part.files:
         try:
-            found = source(path)
+            records = source(path)
         except ValueError:
             yield str(path), partial(source, path)
             continue
-        for row in range(len(found))[part.start : part.stop]:
-            yield f"{path}, row {row}", partial(record, found, row)
+        for row in range(len(records))[part.start : part.stop]:
+            yield f"{path}, row {row}", partial(record, records, row)
 
 
 def source(path: Path) -> Any:
@@ -86,10 +86,10 @@ def source(path: Path) -> Any:
         raise cut_off(f"is no whole ArrayRecord file ({str(error).partition(';')[0] or 'it has no end'})") from None
 
 
-def record(found: Any, row: int) -> bytes:
+def record(records: Any, row: int) -> bytes:
     """Raises ValueError if the record is damaged."""
     try:
-        return found[row]
+        return records[row]
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"it cannot be read: {str(error).partition(';')[0] or 'it is damaged'}") from None
 

@@ -143,17 +143,17 @@ class Arrow(_Column):
         if not all(_is_list(self.open(path).schema.field(self.column).type) for path in files):
             return super().documents()
         problems = Problems()
-        found: list[DocumentOffsets] = []
+        documents: list[DocumentOffsets] = []
         for path in files:
             try:
                 for values in self._values(path, problems):
                     lists = _lists(values)
                     check_ids(lists.tokens, self.vocab_size)
-                    found.append(lists)
+                    documents.append(lists)
             except DataError as error:
                 problems.add(str(path), f"its column {self.column!r} {error}")
         problems.raise_any(DataError, HEADING)
-        return Documents.in_place(found, self.tokenizer.bos)
+        return Documents.in_place(documents, self.tokenizer.bos)
 
 
 def _is_of_data_set(path: Path) -> bool:
@@ -204,11 +204,11 @@ def _fault(schema: Any, column: str) -> tuple[str, str] | None:
     if wrong := wrong_name(schema, "column", column):
         return wrong
     types = pyarrow("pyarrow.types")
-    found = schema.field(column).type
-    value = found.value_type if types.is_dictionary(found) else found
+    dtype = schema.field(column).type
+    value = dtype.value_type if types.is_dictionary(dtype) else dtype
     is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
-    if not (is_text or _is_list(found)):
-        return f"its column {column!r} is {found}, neither text nor lists of token ids", ""
+    if not (is_text or _is_list(dtype)):
+        return f"its column {column!r} is {dtype}, neither text nor lists of token ids", ""
     return None
 
 
@@ -224,10 +224,10 @@ def wrong_name(schema: Any, key: str, column: str) -> tuple[str, str] | None:
     return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
 
 
-def _is_list(found: Any) -> bool:
+def _is_list(dtype: Any) -> bool:
     types = pyarrow("pyarrow.types")
-    lists = types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found)
-    return lists and types.is_integer(found.value_type)
+    lists = types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype)
+    return lists and types.is_integer(dtype.value_type)
 
 
 def _lists(values: Any) -> DocumentOffsets:

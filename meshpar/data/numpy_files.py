@@ -44,15 +44,15 @@ class Numpy(AtPath, FileCorpus):
 
     def documents(self) -> Documents:
         problems = Problems()
-        found: list[DocumentOffsets] = []
+        documents: list[DocumentOffsets] = []
         for path in self.files():
             with closing(_arrays(path)) as arrays:
                 try:
-                    found += [self._documents(array) for array in arrays]
+                    documents += [self._documents(array) for array in arrays]
                 except DataError as error:
                     problems.add(str(path), str(error))
         problems.raise_any(DataError, HEADING)
-        return Documents.in_place(found, self.tokenizer.bos)
+        return Documents.in_place(documents, self.tokenizer.bos)
 
     def _documents(self, array: np.ndarray) -> DocumentOffsets:
         if array.ndim not in (1, 2):

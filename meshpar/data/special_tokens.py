@@ -31,8 +31,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """
     config, named = _read(folder)[TOKENIZER_CONFIG], _read(folder)[TOKENS_MAP]
     both = config | named if "added_tokens_decoder" not in config else named | config
-    found = {name: content(both.get(name)) or content(named.get(name)) for name in NAMES}
-    return {name: token for name, token in found.items() if token is not None}
+    tokens = {name: content(both.get(name)) or content(named.get(name)) for name in NAMES}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     limits = {"repetition_penalty": (0.01, 10)}
     if settings.get("do_sample") is True:
         limits |= {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31 - 1), "min_p": (0, 1)}
-    found: dict[str, Any] = {key: settings[key] for key in limits if settings.get(key) is not None}
+    given: dict[str, Any] = {key: settings[key] for key in limits if settings.get(key) is not None}
     problems = Problems()
-    for key, value in found.items():
+    for key, value in given.items():
         low, high = limits[key]
         if type(value) not in ((int,) if key == "top_k" else (int, float)) or not low <= value <= high:
             problems.add(f"{folder / GENERATION}: {key} = {value!r}", f"is not from {low} to {high}", "remove it")
     problems.raise_any(DataError, "how the model is sampled cannot be read:")
-    return SamplingDefaults(**found | {"top_k": found.get("top_k") or None, "top_p": found.get("top_p") or 1.0})
+    return SamplingDefaults(**given | {"top_k": given.get("top_k") or None, "top_p": given.get("top_p") or 1.0})
 
 
 def first_ids(folder: Path) -> tuple[int, ...]:
@@ -113,11 +113,11 @@ def _read(folder: Path) -> Mapping[str, dict[str, Any]]:
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read(_LARGEST))
+            value = json.loads(file.read(_LARGEST))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         if path.name == CONFIG:  # a file of this name may be another program's
             return {}
         raise DataError(f"{path} is not JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -128,8 +128,8 @@ class TokenizerFile(Config):
 
     @property
     def bos(self) -> int:
-        found = self._id("bos_token", self.bos_token, _OPENING)
-        return self._last + 1 if found is None else found
+        index = self._id("bos_token", self.bos_token, _OPENING)
+        return self._last + 1 if index is None else index
 
     @property
     def eos(self) -> int | None:
@@ -255,12 +255,12 @@ class TokenizerFile(Config):
         if token is None:
             beside = self._beside(key)
             return next((i for i in map(find, customary) if i is not None), None) if beside is None else beside
-        if (found := find(token)) is None:
+        if (index := find(token)) is None:
             special = self.special_tokens
             near = nearest(token, special)
             fix = f"did you mean {near!r}?" if near else f"its special tokens are {list(special)}"
             raise _unusable(f"tokenizer.{key} = {token!r}", f"{self.path} has no such token", fix)
-        return found
+        return index
 
 
 Tokenizer = Annotated[TokenizerFile | Bytes | Ids, Field(discriminator="kind")]

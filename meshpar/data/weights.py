@@ -84,12 +84,12 @@ class LinearWeights(Config):
     def phases(self) -> tuple[Phase, ...]:
         num = min(LEVELS, self.num_steps)
         first, last = ([weight / sum(weights) for weight in weights] for weights in (self.first, self.last))
-        found = [Phase(self.num_steps, _rounded(last))]
+        phases = [Phase(self.num_steps, _rounded(last))]
         for i in reversed(range(num)):
             done = (i + 0.5) / num
             shares = [a + (b - a) * done for a, b in zip(first, last, strict=True)]
-            found.append(Phase(i * self.num_steps // num, _rounded(shares)))
-        return tuple(reversed(found))
+            phases.append(Phase(i * self.num_steps // num, _rounded(shares)))
+        return tuple(reversed(phases))
 
 
 WeightSchedule = Annotated[PiecewiseWeights | LinearWeights, Field(discriminator="kind")]

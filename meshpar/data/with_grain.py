@@ -45,11 +45,11 @@ def read_ahead(read: Callable[[int], T], start: int, stop: int, workers: int = 0
 
     indices = grain.MapDataset.range(start, stop) if start < stop else grain.MapDataset.source([])
     threads, buffer = (1, 2) if workers else (2, 8)
-    found = indices.map(read).to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer))
+    results = indices.map(read).to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer))
     if workers:
         _allow_workers()
-        found = found.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=2))
-    iterator = iter(found)
+        results = results.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=2))
+    iterator = iter(results)
     try:
         yield from iterator
     finally:

@@ -42,7 +42,7 @@ class Chat(Rendered):
             pieces = [piece for i in chosen for piece in examples[i].pieces]
             return ConversationRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, self.is_joined)
 
-        train, held_out = self.sides([one.share for one in examples])
+        train, held_out = self.sides([example.share for example in examples])
         return side(train), side(held_out)
 
     def examples(self) -> list[Example]:
@@ -59,19 +59,19 @@ class Chat(Rendered):
         def encode(data: Any) -> list[Example]:
             return [self._example(encoded) for encoded in encoder.encode(read(data))]
 
-        found = [replace(one, share=share) for share, some in self.encoded(encode) for one in some]
-        longer = [one for one in found if one.size > self.seq_len]
-        kept = [one for one in found if one.pieces]
+        examples = [replace(example, share=share) for share, some in self.encoded(encode) for example in some]
+        longer = [example for example in examples if example.size > self.seq_len]
+        kept = [example for example in examples if example.pieces]
         ends = list(encoder.ends)
-        if kept and not any(np.isin(piece.targets, ends).any() for one in kept for piece in one.pieces):
+        if kept and not any(np.isin(piece.targets, ends).any() for example in kept for piece in example.pieces):
             what = "no answer ends with an id at which the model stops, so it does not learn to stop"
             fix = "mark the end of a turn in the template, or name it in eos_token"
             warnings.warn(f"data: {what}: {fix}", DataWarning, stacklevel=2)
         if longer and self.if_longer != "refuse":
             done = {"truncate": "truncated", "split": "split", "drop": "left out"}[self.if_longer]
-            lost = sum(not one.pieces for one in found)
-            without = f"; {lost} of {len(found)} have no target left" if lost and self.if_longer != "drop" else ""
-            what = f"{len(longer)} of {len(found)} conversations are longer than data.seq_len = {self.seq_len}"
+            lost = sum(not example.pieces for example in examples)
+            without = f"; {lost} of {len(examples)} have no target left" if lost and self.if_longer != "drop" else ""
+            what = f"{len(longer)} of {len(examples)} conversations are longer than data.seq_len = {self.seq_len}"
             warnings.warn(f"{what}: {done}{without}", DataWarning, stacklevel=2)
         return kept
 

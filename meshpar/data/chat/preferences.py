@@ -35,7 +35,7 @@ class Preferences(Rendered):
             pieces = [piece for i in chosen for piece in (pairs[i].chosen, pairs[i].rejected)]
             return ConversationRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, of_row=2)
 
-        train, held_out = self.sides([one.share for one in pairs])
+        train, held_out = self.sides([pair.share for pair in pairs])
         return side(train), side(held_out)
 
     def pairs(self) -> list[Pair]:
@@ -50,17 +50,17 @@ class Preferences(Rendered):
         encoder = self.encoder()
 
         def encode(data: Any) -> tuple[RowPiece, RowPiece]:
-            chosen, rejected = (learned_piece(*encoder.encode(one)) for one in read_pair(data))
+            chosen, rejected = (learned_piece(*encoder.encode(conversation)) for conversation in read_pair(data))
             size = len(chosen.tokens) + len(rejected.tokens)
             if size > self.seq_len and self.if_longer == "refuse":
                 what = f"both conversations have {size} tokens, more than data.seq_len = {self.seq_len}"
                 raise ValueError(what, f"data.seq_len={size}, or data.if_longer=drop")
             return chosen, rejected
 
-        found = [Pair(*pieces, share) for share, pieces in self.encoded(encode)]
-        kept = [one for one in found if one.size <= self.seq_len]
-        if len(kept) < len(found):
-            what = f"{len(found) - len(kept)} of {len(found)} pairs are longer than data.seq_len = {self.seq_len}"
+        pairs = [Pair(*pieces, share) for share, pieces in self.encoded(encode)]
+        kept = [pair for pair in pairs if pair.size <= self.seq_len]
+        if len(kept) < len(pairs):
+            what = f"{len(pairs) - len(kept)} of {len(pairs)} pairs are longer than data.seq_len = {self.seq_len}"
             warnings.warn(f"{what}: left out", DataWarning, stacklevel=2)
         return kept
 

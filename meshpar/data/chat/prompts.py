@@ -32,13 +32,13 @@ class Prompts(Rendered):
 
     def rows(self) -> tuple[PromptRows, PromptRows]:
         prompts = self.prompts()
-        every = [one.line for one in prompts]
+        every = [prompt.line for prompt in prompts]
 
         def side(chosen: np.ndarray) -> PromptRows:
             pieces = [RowPiece(prompts[i].tokens, np.full_like(prompts[i].tokens, -1)) for i in chosen]
             return PromptRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, of_row=1, lines=every, at=chosen)
 
-        train, held_out = self.sides([one.share for one in prompts])
+        train, held_out = self.sides([prompt.share for prompt in prompts])
         return side(train), side(held_out)
 
     def prompts(self) -> list[Prompt]:

@@ -52,8 +52,8 @@ class PictureTable(PictureShard):
         group = int(np.searchsorted(self.ends, row, side="right")) - 1
         images, labels = _group(self.path, group, self.image, self.label)
         at = row - int(self.ends[group])
-        found = images[at].as_py()
-        picture = found["bytes"] if isinstance(found, dict) else found
+        cell = images[at].as_py()
+        picture = cell["bytes"] if isinstance(cell, dict) else cell
         if picture is None:
             raise DataError(f"its {self.image} is null\n    remove the row, or store the bytes of the picture")
         return picture, integer(labels[at].as_py())
@@ -85,14 +85,14 @@ def _check(schema: Any, columns: dict[str, str]) -> None:
     for key, name in columns.items():
         if wrong := wrong_name(schema, key, name):
             raise ValueError(*wrong)
-        found = schema.field(name).type
-        if types.is_struct(found) and found.get_field_index("bytes") >= 0:
-            found = found.field("bytes").type
-        of_bytes = types.is_binary(found) or types.is_large_binary(found)
-        if not (of_bytes if key == "image_field" else types.is_integer(found)):
+        dtype = schema.field(name).type
+        if types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
+            dtype = dtype.field("bytes").type
+        of_bytes = types.is_binary(dtype) or types.is_large_binary(dtype)
+        if not (of_bytes if key == "image_field" else types.is_integer(dtype)):
             wanted = "bytes of pictures" if key == "image_field" else "integers"
             raise ValueError(
-                f"its column {name!r} is {found}, not {wanted}", f"data.{key} names the column of {wanted}"
+                f"its column {name!r} is {dtype}, not {wanted}", f"data.{key} names the column of {wanted}"
             )
 
 

@@ -131,8 +131,9 @@ class Images(RowData):
         digest = hashlib.sha256()
         for shard in self._shards(self.sources[0]).shards:
             digest.update(shard.signature)
-        found = super().fingerprint() | {f"{self.label}, names and places": digest.hexdigest()[:32]}
-        return {name.removeprefix(f"{self.label}, "): value for name, value in found.items()}  # the folder may be moved
+        checksums = super().fingerprint() | {f"{self.label}, names and places": digest.hexdigest()[:32]}
+        # Without the folder, which may be moved.
+        return {name.removeprefix(f"{self.label}, "): value for name, value in checksums.items()}
 
     @property
     def _whole(self) -> CenterCrop:

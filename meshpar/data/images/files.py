@@ -22,17 +22,17 @@ def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Pict
       DataError: lists the files that are not whole; or there is no picture.
     """
     problems = Problems()
-    found: list[PictureShard] = []
+    shards: list[PictureShard] = []
     for file in find_or_take(path, glob, default):
         try:
-            found.append(open_file(file))
+            shards.append(open_file(file))
         except ValueError as error:
             problems.add(str(file), *map(str, error.args))
     problems.raise_any(DataError, HEADING)
-    some = tuple(shard for shard in found if shard.length)
-    if not some:
+    with_pictures = tuple(shard for shard in shards if shard.length)
+    if not with_pictures:
         raise no_data(str(path), "has no pictures: its files are empty")
-    return some
+    return with_pictures
 
 
 def integer(label: object) -> int:

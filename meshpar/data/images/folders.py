@@ -54,11 +54,11 @@ def class_names(path: Path) -> list[str]:
     where = f"data.path = {str(path)!r}"
     if not os.path.isdir(path):
         raise no_data(where, "there is no such folder", nearby(path))
-    found = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-    if not found:
+    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
         fix = "a folder for each class; or data.format=parquet, webdataset or array_record, for files with labels"
         raise no_data(where, "contains no folder", fix)
-    return found
+    return names
 
 
 def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
@@ -71,7 +71,7 @@ def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
       DataError: a folder is no class, or there is no picture.
     """
     problems = Problems()
-    found = []
+    folders = []
     for name in class_names(path):
         if name not in classes:
             fix = suggestion(name, classes, f"the classes are {', '.join(classes[:10])}")
@@ -79,13 +79,13 @@ def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
             continue
         files = tuple(sorted(_pictures(path / name)))
         if files:
-            found.append(ClassFolder(path / name, files, classes.index(name)))
+            folders.append(ClassFolder(path / name, files, classes.index(name)))
         elif not problems.found:
             problems.add(
                 str(path / name), f"contains no picture ({', '.join(SUFFIXES)})", "remove the folder, or fill it"
             )
     problems.raise_any(DataError, HEADING)
-    return tuple(found)
+    return tuple(folders)
 
 
 def _pictures(folder: Path) -> list[str]:

@@ -33,16 +33,16 @@ class Records(PictureShard):
 
     def read(self, row: int) -> tuple[bytes, int]:
         try:
-            found = features(record(source(self.path), row))
+            values = features(record(source(self.path), row))
         except ValueError as error:
             raise CorruptRow(*error.args[:1]) from None
         for key, name in {"image_field": self.image, "label_field": self.label}.items():
-            if len(found.get(name, ())) != 1:
-                raise DataError(f"it has no feature {name!r}\n    data.{key} is one of {', '.join(sorted(found))}")
-        picture = found[self.image][0]
+            if len(values.get(name, ())) != 1:
+                raise DataError(f"it has no feature {name!r}\n    data.{key} is one of {', '.join(sorted(values))}")
+        picture = values[self.image][0]
         if not isinstance(picture, bytes):
             raise DataError(f"its feature {self.image!r} is {picture!r}, not the bytes of a picture")
-        return picture, integer(found[self.label][0])
+        return picture, integer(values[self.label][0])
 
 
 def open_records(path: Path, image: str, label: str) -> Records:

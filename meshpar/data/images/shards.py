@@ -77,9 +77,9 @@ class PictureShards:
     def blocks(self) -> np.ndarray | None:
         """See `Indexed`; None if rows are read one by one."""
         of_shards = [shard.blocks for shard in self.shards]
-        begins = self._begins.tolist()
-        found = [blocks[:-1] + begin for blocks, begin in zip(of_shards, begins, strict=False) if blocks is not None]
-        return np.concatenate([*found, begins[-1:]]) if len(found) == len(self.shards) else None
+        begins = zip(of_shards, self._begins.tolist(), strict=False)
+        blocks = [of_shard[:-1] + begin for of_shard, begin in begins if of_shard is not None]
+        return np.concatenate([*blocks, [len(self)]]) if len(blocks) == len(self.shards) else None
 
     def _place(self, index: int) -> tuple[PictureShard, int]:
         shard = int(np.searchsorted(self._begins, index, side="right")) - 1

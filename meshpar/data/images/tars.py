@@ -45,12 +45,12 @@ class Tar(PictureShard):
         size = int(self.size[row])
         try:
             with open_regular(self.path) as file:
-                found = os.pread(file.fileno(), size, int(self.start[row]))
+                content = os.pread(file.fileno(), size, int(self.start[row]))
         except OSError as error:
             raise DataError(f"it cannot be read: {error.strerror}") from None
-        if len(found) < size:
+        if len(content) < size:
             raise DataError("it is cut off: the file has become shorter since the run began")
-        return found, int(self.labels[row])
+        return content, int(self.labels[row])
 
 
 def open_tar(path: Path, image: str | None, label: str) -> Tar:
@@ -70,8 +70,8 @@ def open_tar(path: Path, image: str | None, label: str) -> Tar:
         has = "picture" if "image" in rows[lonely[0]] else "label"
         fix = "data.image_field and data.label_field are the suffixes of the two"
         raise ValueError(f"{lonely[0]!r} has a {has} only, as {len(lonely)} of {len(rows)} rows", fix)
-    found = [(*row["image"], row["label"]) for row in rows.values()]
-    start, size, labels = np.array(found, np.int64).reshape(-1, 3).T
+    pictures = [(*row["image"], row["label"]) for row in rows.values()]
+    start, size, labels = np.array(pictures, np.int64).reshape(-1, 3).T
     return Tar(path, start, size, labels)
 
 

@@ -114,21 +114,21 @@ def build(
     with writing(_option(folder)):
         _begin(folder, plan, corpus.tokenizer)
     ranges = list(cut(files, shard_bytes, corpus.units))
-    found = {i: shard for i in range(len(ranges)) if (shard := _finished(folder, i, len(ranges), corpus.ids_dtype))}
-    mine = [i for i in range(part[0] - 1, len(ranges), part[1]) if i not in found]
+    finished = {i: shard for i in range(len(ranges)) if (shard := _finished(folder, i, len(ranges), corpus.ids_dtype))}
+    mine = [i for i in range(part[0] - 1, len(ranges), part[1]) if i not in finished]
     tasks = {i: partial(_encode, corpus, ranges[i], folder, shard_name(i, len(ranges))) for i in mine}
     for i, shard in _run(tasks, processes):
-        found[i] = shard
+        finished[i] = shard
         num = f"{_documents(shard):,} documents, {_tokens(shard):,} tokens"
         say(f"shard {i + 1} of {len(ranges)}: {num}")
     _agree(folder, plan, _plan(corpus, files, shard_bytes), "while they were read")
-    missing = len(ranges) - len(found)
+    missing = len(ranges) - len(finished)
     if not missing:
         with writing(_option(folder)):
-            _publish(folder, plan, [found[i] for i in range(len(ranges))], corpus.ids_dtype)
+            _publish(folder, plan, [finished[i] for i in range(len(ranges))], corpus.ids_dtype)
     return Built(
-        folder=folder, shards=len(ranges), missing=missing, documents=sum(map(_documents, found.values())),
-        tokens=sum(map(_tokens, found.values())), encoded=sum(_tokens(found[i]) for i in mine),
+        folder=folder, shards=len(ranges), missing=missing, documents=sum(map(_documents, finished.values())),
+        tokens=sum(map(_tokens, finished.values())), encoded=sum(_tokens(finished[i]) for i in mine),
         seconds=time.monotonic() - began,
     )  # fmt: skip
 
@@ -299,14 +299,14 @@ def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> ShardNumbe
         return None
     try:
         shard = read(place / SHARD, ShardNumbers, "")
-        found = [path.name for path, _ in damages(place, shard, dtype)]
-        found = found or [name for name, crc in shard.crc32.items() if crc32(place / name) != crc]
+        damaged = [path.name for path, _ in damages(place, shard, dtype)]
+        damaged = damaged or [name for name, crc in shard.crc32.items() if crc32(place / name) != crc]
     except (DataError, OSError):
-        found = [SHARD]
+        damaged = [SHARD]
     else:
-        if not found:
+        if not damaged:
             return shard
-    warnings.warn(f"{place}: damaged ({', '.join(found)}); it is encoded again", DataWarning, stacklevel=3)
+    warnings.warn(f"{place}: damaged ({', '.join(damaged)}); it is encoded again", DataWarning, stacklevel=3)
     discard(place, _option(folder))
     return None
 
@@ -317,11 +317,11 @@ def _publish(folder: Path, plan: BuildPlan, shards: list[ShardNumbers], dtype: n
     if not all(sum(shard.side(side).documents for shard in shards) for side in (TRAIN, HELD_OUT)):
         shares = extremes(sorted(share for shard in shards for share in shard.shares))
         raise one_sided(shares, num, plan.held_out_fraction)
-    found = Manifest(
+    manifest = Manifest(
         version=VERSION, dtype=dtype.name, tokenizer=plan.tokenizer,  # pyright: ignore
         held_out_fraction=plan.held_out_fraction, sources=checksum(folder / PLAN), shards=shards,
     )  # fmt: skip
-    write(folder / MANIFEST, found)
+    write(folder / MANIFEST, manifest)
     for left in folder.glob(f"{PARTIAL}*"):  # of builds that were killed
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 

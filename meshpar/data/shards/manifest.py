@@ -67,11 +67,11 @@ class ShardNumbers(_Record):
 
     def sizes(self, dtype: np.dtype) -> dict[str, int]:
         """File name -> bytes."""
-        found = {}
+        sizes = {}
         for name in (TRAIN, HELD_OUT):
             tokens = self.side(name).tokens
-            found |= {f"{name}.ids": tokens * dtype.itemsize, f"{name}.opens": -(-tokens // 8)}
-        return found
+            sizes |= {f"{name}.ids": tokens * dtype.itemsize, f"{name}.opens": -(-tokens // 8)}
+        return sizes
 
 
 class StoredTokenizer(_Record):
@@ -188,19 +188,19 @@ def _manifest(path: Path) -> Manifest:
 
 def damages(folder: Path, shard: ShardNumbers, dtype: np.dtype) -> list[tuple[Path, str]]:
     """Each file of a shard that is missing or has another size, and what is wrong with it."""
-    found = []
+    damaged = []
     for name, size in shard.sizes(dtype).items():
         path = folder / name
         try:
             there = path.stat().st_size
         except OSError as error:
-            found.append((path, f"cannot be read: {error.strerror}"))
+            damaged.append((path, f"cannot be read: {error.strerror}"))
             continue
         if there != size:
             at = there // dtype.itemsize if name.endswith(".ids") else there * 8
             what = f"ends at token {at}" if there < size else "has more than its tokens"
-            found.append((path, f"{what}: it has {there} bytes, and {size} were written"))
-    return found
+            damaged.append((path, f"{what}: it has {there} bytes, and {size} were written"))
+    return damaged
 
 
 def extremes(shares: Sequence[float]) -> list[float]:
