@@ -23,7 +23,7 @@ from meshpar.data.files import find, find_or_take, named
 from meshpar.data.fingerprint import fingerprint
 from meshpar.data.packing import PackedRows, TokenSequence
 from meshpar.data.tokenizer import Bytes, Ids, Tokenizer, TokenizerFile
-from meshpar.data.weights import Phase
+from meshpar.data.weights import FROM_ONE_PART, Phase
 from meshpar.errors import DataError, Problem
 from meshpar.store import local
 from meshpar.tree import human_bytes
@@ -52,13 +52,13 @@ class Batching(Config):
 
     @property
     @abstractmethod
-    def sources(self) -> list[tuple[int, Corpus]]:
-        """(weight, corpus) of each part; weights are integers."""
+    def corpora(self) -> list[Corpus]:
+        """The parts."""
 
     @property
-    def later_weights(self) -> tuple[Phase, ...]:
-        """The weights of the parts from later steps on."""
-        return ()
+    def phases(self) -> tuple[Phase, ...]:
+        """The weights of the parts, from a step on."""
+        return FROM_ONE_PART
 
     def array_specs(self) -> None:
         """The arrays of a batch: those of packed tokens, which the model says."""
@@ -85,13 +85,12 @@ class Batching(Config):
             do not fit into memory.
         """
         self._check_memory()
-        weights = tuple(weight for weight, _ in self.sources)
         try:
-            splits = [corpus.rows() for _, corpus in self.sources]
+            splits = [corpus.rows() for corpus in self.corpora]
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
         train, held_out = zip(*splits, strict=True)
-        trained = Dataset(train, self.batch_size, seed, weights, later=self.later_weights)
+        trained = Dataset(train, self.batch_size, seed, self.phases)
         return trained, Dataset(held_out, self.batch_size, None, first_rows=self.held_out_rows)
 
     def _check_memory(self) -> None:
@@ -114,10 +113,9 @@ class Batching(Config):
         Raises:
           DataError: the files do not exist or cannot be read.
         """
-        corpora = [corpus for _, corpus in self.sources]
-        if len(corpora) == 1:
-            return fingerprint(corpora[0].named_files())
-        of_parts = [(f"parts.{i}", corpus.named_files()) for i, corpus in enumerate(corpora)]
+        if len(self.corpora) == 1:
+            return fingerprint(self.corpora[0].named_files())
+        of_parts = [(f"parts.{i}", corpus.named_files()) for i, corpus in enumerate(self.corpora)]
         return fingerprint({f"{part}: {name}": path for part, files in of_parts for name, path in files.items()})
 
     def train(self, seed: int) -> Dataset:
@@ -145,8 +143,8 @@ class Corpus(Batching):
         return {}
 
     @property
-    def sources(self) -> list[tuple[int, Corpus]]:
-        return [(1, self)]
+    def corpora(self) -> list[Corpus]:
+        return [self]
 
     def packed(self, documents: TokenSequence) -> PackedRows:
         """Documents in rows of `seq_len` tokens."""

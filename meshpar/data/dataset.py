@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from meshpar.data.order import Order
 from meshpar.data.packing import Batch
-from meshpar.data.weights import Phase
+from meshpar.data.weights import FROM_ONE_PART, Phase
 from meshpar.data.with_grain import read_ahead, shuffled
 
 
@@ -48,8 +48,7 @@ class Dataset:
       batch_size: rows per batch, over all devices.
       seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
         anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
-      weights: of the parts, as integers.
-      later: the weights from later steps on.
+      phases: the weights of the parts, from a step on.
       first_rows: how many of the first rows of each part are read; None for all.
       order: which row is read when; a run that resumes with other batches has another one, see `order.resumed`.
     """
@@ -57,9 +56,8 @@ class Dataset:
     parts: tuple[Rows, ...]
     batch_size: int
     seed: int | None
-    weights: tuple[int, ...] = (1,)
+    phases: tuple[Phase, ...] = FROM_ONE_PART
     order: Order = field(default_factory=Order)
-    later: tuple[Phase, ...] = ()
     first_rows: int | None = None
 
     @property
@@ -127,7 +125,7 @@ class Dataset:
             row = at - (ends[part] - lengths[part])
             padding = np.array([len(one) for one in self.parts])[part]
             return part, np.where(row < lengths[part], row, padding)
-        part, turn = self.order.turns((Phase(0, self.weights), *self.later), self.batch_size, at)
+        part, turn = self.order.turns(self.phases, self.batch_size, at)
         whole, piece = np.divmod(turn, self.order.pieces)
         rows = np.array([self._orders[p][int(t)] for p, t in zip(part, whole, strict=True)], np.int64)
         return part, rows * self.order.pieces + piece

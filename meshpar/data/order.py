@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from meshpar.data.round_robin import WeightedRoundRobin, whole_weights
-from meshpar.data.weights import Phase, WeightSchedule
+from meshpar.data.weights import FROM_ONE_PART, Phase, WeightSchedule
 from meshpar.errors import DataError, DataWarning, Problems
 
 BATCHES = ("batch_size", "seq_len", "held_out_fraction", "held_out_rows", "documents_in_row", "if_changed")
@@ -172,7 +172,7 @@ def _parts(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _phases(data: Mapping[str, Any]) -> tuple[Phase, ...]:
     if data["kind"] != "mixture":
-        return (Phase(0, (1,)),)
+        return FROM_ONE_PART
     if data.get("weights"):
         return TypeAdapter(WeightSchedule).validate_python(data["weights"]).phases
     return (Phase(0, whole_weights([part["weight"] for part in data["parts"]])),)

@@ -24,6 +24,10 @@ class Phase(NamedTuple):
     weights: tuple[int, ...]
 
 
+FROM_ONE_PART = (Phase(0, (1,)),)
+"""The weights of data that are no mixture."""
+
+
 class PiecewiseWeights(Config):
     """Weights that change at some steps.
 
