@@ -1,4 +1,4 @@
-"""Reads documents one by one, and reports those that are wrong together."""
+"""Reads documents or files one by one, and reports those that are wrong together."""
 
 from __future__ import annotations
 

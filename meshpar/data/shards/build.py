@@ -119,7 +119,7 @@ def build(
     tasks = {i: partial(_encode, corpus, ranges[i], folder, shard_name(i, len(ranges))) for i in mine}
     for i, shard in _run(tasks, processes):
         finished[i] = shard
-        num = f"{_documents(shard):,} documents, {_tokens(shard):,} tokens"
+        num = f"{shard.documents:,} documents, {shard.tokens:,} tokens"
         say(f"shard {i + 1} of {len(ranges)}: {num}")
     _agree(folder, plan, _plan(corpus, files, shard_bytes), "while they were read")
     missing = len(ranges) - len(finished)
@@ -127,18 +127,14 @@ def build(
         with writing(_option(folder)):
             _publish(folder, plan, [finished[i] for i in range(len(ranges))], corpus.ids_dtype)
     return Built(
-        folder=folder, shards=len(ranges), missing=missing, documents=sum(map(_documents, finished.values())),
-        tokens=sum(map(_tokens, finished.values())), encoded=sum(_tokens(finished[i]) for i in mine),
+        folder=folder,
+        shards=len(ranges),
+        missing=missing,
+        documents=sum(shard.documents for shard in finished.values()),
+        tokens=sum(shard.tokens for shard in finished.values()),
+        encoded=sum(finished[i].tokens for i in mine),
         seconds=time.monotonic() - began,
-    )  # fmt: skip
-
-
-def _documents(shard: ShardNumbers) -> int:
-    return shard.train.documents + shard.held_out.documents
-
-
-def _tokens(shard: ShardNumbers) -> int:
-    return shard.train.tokens + shard.held_out.tokens
+    )
 
 
 # The plan -------------------------------------------------------------------------------------------------------
@@ -313,7 +309,7 @@ def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> ShardNumbe
 
 def _publish(folder: Path, plan: BuildPlan, shards: list[ShardNumbers], dtype: np.dtype) -> None:
     """Writes the manifest: from now on the shards can be read."""
-    num = sum(map(_documents, shards))
+    num = sum(shard.documents for shard in shards)
     if not all(sum(shard.side(side).documents for shard in shards) for side in (TRAIN, HELD_OUT)):
         shares = extremes(sorted(share for shard in shards for share in shard.shares))
         raise one_sided(shares, num, plan.held_out_fraction)

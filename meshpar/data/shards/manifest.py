@@ -62,6 +62,14 @@ class ShardNumbers(_Record):
     crc32: dict[str, Natural]
     shares: list[float]
 
+    @property
+    def documents(self) -> int:
+        return self.train.documents + self.held_out.documents
+
+    @property
+    def tokens(self) -> int:
+        return self.train.tokens + self.held_out.tokens
+
     def side(self, name: str) -> Side:
         return self.train if name == TRAIN else self.held_out
 
