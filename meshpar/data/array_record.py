@@ -13,7 +13,7 @@ from meshpar.data.corpus import AtPath, TextCorpus
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import cut_off
-from meshpar.data.reading import parsed
+from meshpar.data.reading import read_each
 from meshpar.data.with_grain import array_records
 from meshpar.errors import nearest
 
@@ -39,7 +39,7 @@ class ArrayRecord(AtPath, TextCorpus):
             return 1
 
     def read(self, part: FileRange) -> Iterator[Content]:
-        for where, _, content in parsed(_records(part), lambda read: self._content(read())):
+        for where, _, content in read_each(_records(part), lambda read: self._content(read())):
             yield Content(where, content)
 
     def _content(self, stored: bytes) -> str | np.ndarray:

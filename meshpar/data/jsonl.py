@@ -14,7 +14,7 @@ import numpy as np
 from meshpar.data.corpus import AtPath, TextCorpus
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
-from meshpar.data.reading import parsed
+from meshpar.data.reading import read_each
 from meshpar.errors import nearest
 from meshpar.regular_files import open_regular
 
@@ -38,7 +38,7 @@ class Jsonl(AtPath, TextCorpus):
         return path.stat().st_size
 
     def read(self, part: FileRange) -> Iterator[Content]:
-        for where, _, content in parsed(lines(part), partial(_content, field=self.field)):
+        for where, _, content in read_each(lines(part), partial(_content, field=self.field)):
             yield Content(where, content)
 
 

@@ -18,7 +18,7 @@ from meshpar.config import Coerced
 from meshpar.data.corpus import AtPath, FileCorpus
 from meshpar.data.documents import DocumentOffsets, Documents
 from meshpar.data.encode import check_ids
-from meshpar.data.reading import parsed
+from meshpar.data.reading import read_each
 from meshpar.data.tokenizer import Tokenizer
 from meshpar.errors import DataError
 from meshpar.regular_files import open_regular
@@ -46,7 +46,7 @@ class Numpy(AtPath, FileCorpus):
 
     def documents(self) -> Documents:
         files = self.files()
-        of_files = [offsets for _, _, offsets in parsed(zip(files, files, strict=True), self._of_file)]
+        of_files = [offsets for _, _, offsets in read_each(zip(files, files, strict=True), self._of_file)]
         return Documents.in_place([*chain(*of_files)], self.tokenizer.bos)
 
     def _of_file(self, path: Path) -> list[DocumentOffsets]:

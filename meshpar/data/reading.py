@@ -17,7 +17,7 @@ class SameForAllError(ValueError):
     """What is wrong with a document, and with all others as well: (what is wrong), or (what is wrong, the fix)."""
 
 
-def parsed(
+def read_each(
     documents: Iterable[tuple[object, Stored]], parse: Callable[[Stored], T]
 ) -> Iterator[tuple[object, Stored, T]]:  # fmt: skip
     """The place of each document, the document as it is stored, and what `parse` makes of it.

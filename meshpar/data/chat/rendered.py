@@ -19,7 +19,7 @@ from meshpar.data.documents import is_held_out, no_data, share
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import named
 from meshpar.data.jsonl import lines, parse
-from meshpar.data.reading import parsed
+from meshpar.data.reading import read_each
 from meshpar.data.special_tokens import FILES, end_ids
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
 
@@ -96,7 +96,7 @@ class Rendered(AtPath, Corpus):
           DataError: lists the lines that are wrong.
         """
         stored = lines(FileRange(tuple(self.files())))
-        for _, line, found in parsed(stored, lambda line: encode(parse(line))):
+        for _, line, found in read_each(stored, lambda line: encode(parse(line))):
             yield share(line.strip()), found
 
     def sides(self, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from meshpar.data.documents import no_data
 from meshpar.data.files import find_or_take
 from meshpar.data.images.shards import PictureShard
-from meshpar.data.reading import parsed
+from meshpar.data.reading import read_each
 from meshpar.errors import DataError
 
 
@@ -23,7 +23,7 @@ def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Pict
       DataError: lists the files that are not whole; or there is no picture.
     """
     files = find_or_take(path, glob, default)
-    shards = [shard for _, _, shard in parsed(zip(files, files, strict=True), open_file)]
+    shards = [shard for _, _, shard in read_each(zip(files, files, strict=True), open_file)]
     with_pictures = tuple(shard for shard in shards if shard.length)
     if not with_pictures:
         raise no_data(str(path), "has no pictures: its files are empty")
