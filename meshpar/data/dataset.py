@@ -123,7 +123,7 @@ class Dataset:
             ends = np.cumsum(lengths)
             part = np.searchsorted(ends, at, side="right").clip(max=len(ends) - 1)
             row = at - (ends[part] - lengths[part])
-            padding = np.array([len(one) for one in self.parts])[part]
+            padding = np.array([len(rows) for rows in self.parts])[part]
             return part, np.where(row < lengths[part], row, padding)
         part, turn = self.order.turns(self.phases, self.batch_size, at)
         whole, piece = np.divmod(turn, self.order.pieces)

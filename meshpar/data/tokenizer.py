@@ -300,6 +300,8 @@ def _failing_as(refusal: Callable[[BaseException], DataError]) -> Iterator[None]
     """Raises a `DataError` for what the library raises, which has no narrower type."""
     try:
         yield
+    except DataError:
+        raise
     except BaseException as error:
         # A panic of its Rust code is no `Exception`, and its class is not exported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
