@@ -14,7 +14,7 @@ from meshpar.data.chat.corpus import Chat
 from meshpar.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
 from meshpar.data.jsonl import Jsonl
 from meshpar.data.numpy_files import Numpy
-from meshpar.data.round_robin import LONGEST, whole_weights
+from meshpar.data.round_robin import check_period, whole_weights
 from meshpar.data.shards.config import Shards
 from meshpar.data.tars import WebDataset
 from meshpar.data.tokenizer import Tokenizer
@@ -86,14 +86,7 @@ class Mixture(Batching):
         wrong += self._faults_of_weights()
         if wrong:
             raise ValueError("\n".join(wrong))
-        weights = self.phases[0].weights
-        period = sum(weights)
-        if period > LONGEST:
-            rounded = ", ".join(str(max(1, round(1000 * weight / period))) for weight in weights)
-            wrong.append(f"weights have too many digits: they repeat every {period} rows, more than {LONGEST}")
-            wrong.append(f"round them, for example to {rounded}")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        check_period(self.phases[0].weights)
         return self
 
     def _faults_of_weights(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from meshpar.config import Coerced, Config, Positive
-from meshpar.data.round_robin import LONGEST, whole_weights
+from meshpar.data.round_robin import check_period, whole_weights
 
 LEVELS = 100
 """A linear schedule changes the weights this often."""
@@ -53,9 +53,7 @@ class PiecewiseWeights(Config):
             raise ValueError(f"steps = {list(self.steps)} must begin with 0 and ascend")
         _check(self.weights)
         for weights in self.weights:
-            if (period := sum(whole_weights(weights))) > LONGEST:
-                what = f"{list(weights)} have too many digits: they repeat every {period} rows, more than {LONGEST}"
-                raise ValueError(f"{what}; round them")
+            check_period(weights, str(list(weights)))
         return self
 
     @property
