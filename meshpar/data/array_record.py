@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from meshpar.data import grain_alone
 from meshpar.data.corpus import AtPath, TextCorpus
-from meshpar.data.documents import HEADING
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import cut_off
-from meshpar.data.jsonl import MOST_PROBLEMS
-from meshpar.errors import DataError, Problems, nearest
+from meshpar.data.reading import read_each
+from meshpar.data.with_grain import array_records
+from meshpar.errors import nearest
 
 GLOB = "**/*.array_record*"
-KINDS = ("bytes", "float", "int64")
 
 
 class ArrayRecord(AtPath, TextCorpus):
@@ -41,29 +39,15 @@ class ArrayRecord(AtPath, TextCorpus):
             return 1
 
     def read(self, part: FileRange) -> Iterator[Content]:
-        problems = Problems()
-        for path in part.files:
-            try:
-                found = source(path)
-            except ValueError as error:
-                problems.add(str(path), *error.args)
-                continue
-            for row in range(len(found))[part.start : part.stop]:
-                where = f"{path}, row {row}"
-                try:
-                    yield Content(where, self._content(record(found, row)))
-                except ValueError as error:
-                    problems.add(where, *error.args)
-                    if len(problems) == MOST_PROBLEMS:
-                        problems.raise_any(DataError, HEADING)
-        problems.raise_any(DataError, HEADING)
+        for where, _, content in read_each(_records(part), lambda read: self._content(read())):
+            yield Content(where, content)
 
-    def _content(self, found: bytes) -> str | np.ndarray:
+    def _content(self, stored: bytes) -> str | np.ndarray:
         """Raises ValueError(what is wrong), or ValueError(what is wrong, fix)."""
         if self.feature is None:
-            return found.decode("utf-8", "surrogateescape")
+            return stored.decode("utf-8", "surrogateescape")
         try:
-            values = features(found)
+            values = features(stored)
         except ValueError as error:
             raise ValueError(*error.args, "data.feature=null, if the record is the text") from None
         if self.feature not in values:
@@ -78,6 +62,18 @@ class ArrayRecord(AtPath, TextCorpus):
         raise ValueError(f"its feature {self.feature!r} is neither a text nor a list of token ids")
 
 
+def _records(part: FileRange) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """(place, what reads it) of each record; of a file that is not whole one, which raises its error."""
+    for path in part.files:
+        try:
+            records = source(path)
+        except ValueError:
+            yield str(path), partial(source, path)
+            continue
+        for row in range(len(records))[part.start : part.stop]:
+            yield f"{path}, row {row}", partial(record, records, row)
+
+
 def source(path: Path) -> Any:
     """The records of a file, by index.
 
@@ -90,10 +86,10 @@ def source(path: Path) -> Any:
         raise cut_off(f"is no whole ArrayRecord file ({str(error).partition(';')[0] or 'it has no end'})") from None
 
 
-def record(found: Any, row: int) -> bytes:
+def record(records: Any, row: int) -> bytes:
     """Raises ValueError if the record is damaged."""
     try:
-        return found[row]
+        return records[row]
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"it cannot be read: {str(error).partition(';')[0] or 'it is damaged'}") from None
 
@@ -105,42 +101,46 @@ def features(example: bytes) -> Mapping[str, list[Any]]:
       ValueError: the record is something else.
     """
     try:
-        found = _example().FromString(example).features.feature
+        entries = _example().FromString(example).features.feature
     except Exception:  # DecodeError of protobuf, which differs between its implementations
         raise ValueError("it is no tf.train.Example") from None
-    return {name: [x for kind in KINDS for x in getattr(one, f"{kind}_list").value] for name, one in found.items()}
+    lists = ("bytes_list", "float_list", "int64_list")  # of which one has values
+    return {entry.key: [x for name in lists for x in getattr(entry.value, name).value] for entry in entries}
 
 
-@lru_cache(64)
-def _source(path: Path) -> Any:
-    return grain_alone.load().sources.ArrayRecordDataSource([str(path)])
+_source = lru_cache(64)(array_records)
+
+
+EXAMPLE = """
+name: "meshpar/example.proto" package: "meshpar.tf" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature"
+  oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: "Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  nested_type {
+    name: "Entry"
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" }
+  }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
+"""The message `tf.train.Example`, whose schema TensorFlow publishes as example.proto and feature.proto."""
 
 
 @lru_cache(1)
 def _example() -> Any:
-    """The message `tf.train.Example`, whose schema TensorFlow publishes as example.proto and feature.proto."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="meshpar/example.proto", package="meshpar.tf", syntax="proto3")
-    of_kinds = {"bytes": kinds.TYPE_BYTES, "float": kinds.TYPE_FLOAT, "int64": kinds.TYPE_INT64}
-    feature = file.message_type.add(name="Feature")
-    feature.oneof_decl.add(name="kind")
-    for number, (name, kind) in enumerate(of_kinds.items(), 1):
-        values = file.message_type.add(name=f"{name.title()}List")
-        values.field.add(name="value", number=1, label=kinds.LABEL_REPEATED, type=kind)
-        feature.field.add(name=f"{name}_list", number=number, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_MESSAGE,
-                          type_name=f".meshpar.tf.{name.title()}List", oneof_index=0)  # fmt: skip
-    features = file.message_type.add(name="Features")
-    entry = features.nested_type.add(name="FeatureEntry", options=descriptor_pb2.MessageOptions(map_entry=True))
-    entry.field.add(name="key", number=1, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_STRING)
-    entry.field.add(name="value", number=2, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_MESSAGE,
-                    type_name=".meshpar.tf.Feature")  # fmt: skip
-    features.field.add(name="feature", number=1, label=kinds.LABEL_REPEATED, type=kinds.TYPE_MESSAGE,
-                       type_name=".meshpar.tf.Features.FeatureEntry")  # fmt: skip
-    example = file.message_type.add(name="Example")
-    example.field.add(name="features", number=1, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_MESSAGE,
-                      type_name=".meshpar.tf.Features")  # fmt: skip
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("meshpar.tf.Example"))

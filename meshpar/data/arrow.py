@@ -121,7 +121,11 @@ class Arrow(_Column):
     glob: str = "**/*.arrow"
 
     def open(self, path: Path, start: int = 0, stop: int | None = None) -> Opened:
-        return open_arrow(path, self.column, start, stop)
+        schema, batches = _batches(path)
+        first = sum(len(batch) for batch in islice(batches, start))
+        at = schema.get_field_index(self.column)
+        rest = islice(batches, None if stop is None else stop - start)
+        return Opened(schema, (batch.column(at) for batch in rest), first)
 
     def files(self) -> list[Path]:
         """The files; of a data set that Hugging Face's `datasets` wrote, without what it cached beside them."""
@@ -132,24 +136,24 @@ class Arrow(_Column):
         return [path for path in super().files() if _is_of_data_set(path)]
 
     def units(self, path: Path) -> int:
-        return num_batches(path)
+        return sum(1 for _ in _batches(path)[1])
 
     def documents(self) -> Documents:
         files = self.files()
         if not all(_is_list(self.open(path).schema.field(self.column).type) for path in files):
             return super().documents()
         problems = Problems()
-        found: list[DocumentOffsets] = []
+        documents: list[DocumentOffsets] = []
         for path in files:
             try:
                 for values in self._values(path, problems):
                     lists = _lists(values)
                     check_ids(lists.tokens, self.vocab_size)
-                    found.append(lists)
+                    documents.append(lists)
             except DataError as error:
                 problems.add(str(path), f"its column {self.column!r} {error}")
         problems.raise_any(DataError, HEADING)
-        return Documents.in_place(found, self.tokenizer.bos)
+        return Documents.in_place(documents, self.tokenizer.bos)
 
 
 def _is_of_data_set(path: Path) -> bool:
@@ -164,22 +168,8 @@ def _is_of_data_set(path: Path) -> bool:
         raise no_data(str(path.with_name(STATE)), what, "move one of the two elsewhere") from None
 
 
-def open_arrow(path: Path, column: str, start: int = 0, stop: int | None = None) -> Opened:
-    """A column of the batches of an Arrow file or stream, mapped into memory: what is not read is not copied."""
-    schema, batches = _batches(path)
-    first = sum(len(batch) for batch in islice(batches, start))
-    at = schema.get_field_index(column)
-    rest = islice(batches, None if stop is None else stop - start)
-    return Opened(schema, (batch.column(at) for batch in rest), first)
-
-
-def num_batches(path: Path) -> int:
-    """The number of batches of an Arrow file or stream."""
-    return sum(1 for _ in _batches(path)[1])
-
-
 def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
-    """The schema and the batches of an Arrow file or stream."""
+    """The schema and the batches of an Arrow file or stream, mapped into memory: what is not read is not copied."""
     ipc = pyarrow("pyarrow.ipc")
     memory_map = pyarrow("pyarrow").memory_map
     try:
@@ -211,26 +201,33 @@ def _reading(path: Path, problems: Problems) -> Iterator[None]:
 
 def _fault(schema: Any, column: str) -> tuple[str, str] | None:
     """What is wrong with a column, and the fix; None if it is valid."""
-    num = schema.names.count(column)
-    if num > 1:
-        return f"has {num} columns named {column!r}", "give each column its own name"
-    if num == 0:
-        near = nearest(column, schema.names)
-        fix = f"data.column={near}? " if near else ""
-        return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
+    if wrong := wrong_name(schema, "column", column):
+        return wrong
     types = pyarrow("pyarrow.types")
-    found = schema.field(column).type
-    value = found.value_type if types.is_dictionary(found) else found
+    dtype = schema.field(column).type
+    value = dtype.value_type if types.is_dictionary(dtype) else dtype
     is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
-    if not (is_text or _is_list(found)):
-        return f"its column {column!r} is {found}, neither text nor lists of token ids", ""
+    if not (is_text or _is_list(dtype)):
+        return f"its column {column!r} is {dtype}, neither text nor lists of token ids", ""
     return None
 
 
-def _is_list(found: Any) -> bool:
+def wrong_name(schema: Any, key: str, column: str) -> tuple[str, str] | None:
+    """What is wrong if there is not one column of the name that `data.KEY` is, and the fix; None if there is."""
+    num = schema.names.count(column)
+    if num > 1:
+        return f"has {num} columns named {column!r}", "give each column its own name"
+    if num == 1:
+        return None
+    near = nearest(column, schema.names)
+    fix = f"data.{key}={near}? " if near else ""
+    return f"has no column {column!r}", f"{fix}It has {', '.join(schema.names)}"
+
+
+def _is_list(dtype: Any) -> bool:
     types = pyarrow("pyarrow.types")
-    lists = types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found)
-    return lists and types.is_integer(found.value_type)
+    lists = types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype)
+    return lists and types.is_integer(dtype.value_type)
 
 
 def _lists(values: Any) -> DocumentOffsets:

@@ -6,18 +6,16 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
-from meshpar.checkpoint.durable import sync, sync_tree
 from meshpar.data.documents import Documents, no_data
 from meshpar.data.fingerprint import checksum, crc32
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
+from meshpar.data.whole_folder import discard, writing, written
 from meshpar.errors import DataWarning
 
 FORMAT = 2
@@ -39,9 +37,8 @@ def cached(
     """Reads the documents that `make` computes from the folder. If they are not there, it computes and writes them.
 
     An entry of the folder is used only if the files have the content from which it was computed: each start reads
-    them to compare their checksums. An entry appears complete, by a rename. Two processes may compute the same entry;
-    a process that is killed leaves a folder `partial-...`, which is never read. Each start also compares the checksums
-    of the entry's own files, and recomputes a damaged entry.
+    them to compare their checksums. Two processes may compute the same entry. Each start also compares the checksums of
+    the entry's own files, and recomputes a damaged entry.
 
     Args:
       what: the part of the config on which the tokens depend.
@@ -56,9 +53,10 @@ def cached(
     Memory: one document at a time while tokens are computed; afterwards, the pages of the mapped file that are read.
     """
     entry = folder / _checksum(what, files, tokenizer, dtype)
+    where = f"data.cache = {str(folder)!r}"
     for _ in range(ATTEMPTS):
         if not entry.is_dir():
-            _make(entry, make, dtype)
+            _write(entry, where, make(), dtype)
             if entry.name != _checksum(what, files, tokenizer, dtype):
                 shutil.rmtree(entry)
                 raise no_data("data", "its files changed while they were read", "start the run again")
@@ -66,7 +64,7 @@ def cached(
             return _open(entry, tokenizer.bos, dtype)
         what_happened = f"{entry}: damaged ({', '.join(damaged)}); its tokens are computed again"
         warnings.warn(what_happened, DataWarning, stacklevel=2)
-        _discard(entry)
+        discard(entry, where)
     raise no_data(f"data.cache: {entry}", "is damaged each time it is written", "put data.cache on another disk")
 
 
@@ -80,47 +78,25 @@ def _checksum(what: dict[str, Any], files: Sequence[Path], tokenizer: Tokenizer,
     return hashlib.sha256(json.dumps([what, sources, encoding], sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _make(entry: Path, make: Callable[[], Iterable[tuple[float, np.ndarray]]], dtype: np.dtype) -> None:
-    partial = entry.with_name(f"partial-{uuid4().hex}")
-    with _writing(entry.parent):
-        partial.mkdir(parents=True)
-    try:
-        _write(partial, make(), dtype)
-        try:
-            partial.rename(entry)
-        except OSError:
-            if not entry.is_dir():  # otherwise another process has published the same entry
-                raise
-        sync(entry.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write(folder: Path, documents: Iterable[tuple[float, np.ndarray]], dtype: np.dtype) -> None:
+def _write(
+    entry: Path, where: str, documents: Iterable[tuple[float, np.ndarray]], dtype: np.dtype
+) -> None:  # fmt: skip
     shares = []
     sizes = []
-    with (folder / TOKENS).open("wb") as file:
-        for share, tokens in documents:
-            with _writing(folder.parent):
-                file.write(tokens.astype(dtype).data)
-            shares.append(share)
-            sizes.append(len(tokens))
-        with _writing(folder.parent):
-            file.flush()
-    with _writing(folder.parent):
-        np.save(folder / SIZES, np.array(sizes, np.int64))
-        np.save(folder / SHARES, np.array(shares, np.float64))
-        sums = {name: crc32(folder / name) for name in (TOKENS, SIZES, SHARES)}
-        (folder / SUMS).write_text(json.dumps(sums))
-        sync_tree(folder)  # before the rename, which marks the entry as complete
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise no_data(f"data.cache = {str(folder)!r}", f"cannot be written: {error.strerror}") from None
+    with written(entry, where) as folder:
+        with (folder / TOKENS).open("wb") as file:
+            for share, tokens in documents:
+                with writing(where):
+                    file.write(tokens.astype(dtype).data)
+                shares.append(share)
+                sizes.append(len(tokens))
+            with writing(where):
+                file.flush()
+        with writing(where):
+            np.save(folder / SIZES, np.array(sizes, np.int64))
+            np.save(folder / SHARES, np.array(shares, np.float64))
+            sums = {name: crc32(folder / name) for name in (TOKENS, SIZES, SHARES)}
+            (folder / SUMS).write_text(json.dumps(sums))
 
 
 def _damaged(entry: Path) -> list[str]:
@@ -134,13 +110,6 @@ def _damaged(entry: Path) -> list[str]:
         return [Path(str(error.filename)).name]
     except (ValueError, TypeError, KeyError, RecursionError):
         return [SUMS]
-
-
-def _discard(entry: Path) -> None:
-    aside = entry.with_name(f"partial-{uuid4().hex}")
-    with _writing(entry.parent), suppress(FileNotFoundError):  # another process may have discarded it
-        entry.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _open(entry: Path, bos: int, dtype: np.dtype) -> Documents:

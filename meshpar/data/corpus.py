@@ -15,15 +15,15 @@ from pydantic import Field
 
 from meshpar.config import Coerced, Config, DataPath, Positive, default
 from meshpar.data.cache import cached
-from meshpar.data.dataset import Dataset, FirstRows, Rows
+from meshpar.data.dataset import Dataset, Rows
 from meshpar.data.documents import Documents, no_data, share
 from meshpar.data.encode import Content, encode
 from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import find, find_or_take, named
 from meshpar.data.fingerprint import fingerprint
-from meshpar.data.packing import PackedRows
+from meshpar.data.packing import PackedRows, TokenSequence
 from meshpar.data.tokenizer import Bytes, Ids, Tokenizer, TokenizerFile
-from meshpar.data.weights import Phase
+from meshpar.data.weights import FROM_ONE_PART, Phase
 from meshpar.errors import DataError, Problem
 from meshpar.store import local
 from meshpar.tree import human_bytes
@@ -52,13 +52,13 @@ class Batching(Config):
 
     @property
     @abstractmethod
-    def sources(self) -> list[tuple[int, Corpus]]:
-        """(weight, corpus) of each part; weights are integers."""
+    def corpora(self) -> list[Corpus]:
+        """The parts."""
 
     @property
-    def later_weights(self) -> tuple[Phase, ...]:
-        """The weights of the parts from later steps on."""
-        return ()
+    def phases(self) -> tuple[Phase, ...]:
+        """The weights of the parts, from a step on."""
+        return FROM_ONE_PART
 
     def array_specs(self) -> None:
         """The arrays of a batch: those of packed tokens, which the model says."""
@@ -66,7 +66,12 @@ class Batching(Config):
     @property
     def omitted(self) -> frozenset[str]:
         """The arrays that a batch does not contain: joined rows have no segments."""
-        return frozenset({"segments"} if self.documents_in_row == "joined" else ())
+        return frozenset({"segments"} if self.is_joined else ())
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether a token attends to all earlier tokens of its row."""
+        return self.documents_in_row == "joined"
 
     def datasets(self, seed: int, bounds: Mapping[str, int] | None = None) -> tuple[Dataset, Dataset]:
         """The training documents, in shuffled rows without end, and the held-out documents, once and in order.
@@ -80,16 +85,13 @@ class Batching(Config):
             do not fit into memory.
         """
         self._check_memory()
-        weights = tuple(weight for weight, _ in self.sources)
         try:
-            splits = [corpus.rows() for _, corpus in self.sources]
+            splits = [corpus.rows() for corpus in self.corpora]
         except OSError as error:  # a disk or a network failed while a file was read
             raise no_data(str(error.filename or "data"), f"cannot be read: {error.strerror}") from None
         train, held_out = zip(*splits, strict=True)
-        if self.held_out_rows is not None:
-            held_out = tuple(FirstRows(rows, self.held_out_rows) for rows in held_out)
-        trained = Dataset(train, self.batch_size, seed, weights, later=self.later_weights)
-        return trained, Dataset(held_out, self.batch_size, None)
+        trained = Dataset(train, self.batch_size, seed, self.phases)
+        return trained, Dataset(held_out, self.batch_size, None, first_rows=self.held_out_rows)
 
     def _check_memory(self) -> None:
         """Refuses batches that no memory can hold, which would take forever to read."""
@@ -111,10 +113,9 @@ class Batching(Config):
         Raises:
           DataError: the files do not exist or cannot be read.
         """
-        corpora = [corpus for _, corpus in self.sources]
-        if len(corpora) == 1:
-            return fingerprint(corpora[0].named_files())
-        of_parts = [(f"parts.{i}", corpus.named_files()) for i, corpus in enumerate(corpora)]
+        if len(self.corpora) == 1:
+            return fingerprint(self.corpora[0].named_files())
+        of_parts = [(f"parts.{i}", corpus.named_files()) for i, corpus in enumerate(self.corpora)]
         return fingerprint({f"{part}: {name}": path for part, files in of_parts for name, path in files.items()})
 
     def train(self, seed: int) -> Dataset:
@@ -142,8 +143,12 @@ class Corpus(Batching):
         return {}
 
     @property
-    def sources(self) -> list[tuple[int, Corpus]]:
-        return [(1, self)]
+    def corpora(self) -> list[Corpus]:
+        return [self]
+
+    def packed(self, documents: TokenSequence) -> PackedRows:
+        """Documents in rows of `seq_len` tokens."""
+        return PackedRows(documents, self.seq_len, self.is_joined)
 
 
 class DocumentCorpus(Corpus):
@@ -159,8 +164,7 @@ class DocumentCorpus(Corpus):
 
     def rows(self) -> tuple[Rows, Rows]:
         train, held_out = self.documents().split(self.held_out_fraction)
-        joined = self.documents_in_row == "joined"
-        return PackedRows(train, self.seq_len, joined), PackedRows(held_out, self.seq_len, joined)
+        return self.packed(train), self.packed(held_out)
 
 
 class FileCorpus(DocumentCorpus):

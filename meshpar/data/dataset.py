@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshpar.data import grain_alone
 from meshpar.data.order import Order
 from meshpar.data.packing import Batch
-from meshpar.data.weights import Phase
+from meshpar.data.weights import FROM_ONE_PART, Phase
+from meshpar.data.with_grain import read_ahead, shuffled
 
 
 class Rows(Protocol):
@@ -40,36 +40,6 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class FirstRows:
-    """The first `num` of some rows; those beyond are padding.
-
-    The numbers of documents and tokens are those of the rows from which they are taken.
-    """
-
-    rows: Rows
-    num: int
-
-    @property
-    def seq_len(self) -> int:
-        return self.rows.seq_len
-
-    @property
-    def num_documents(self) -> int:
-        return self.rows.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows.num_tokens
-
-    def __len__(self) -> int:
-        return min(self.num, len(self.rows))
-
-    def batch(self, rows: ArrayLike) -> Batch:
-        rows = np.asarray(rows, np.int64)
-        return self.rows.batch(np.where(rows < self.num, rows, len(self.rows)))
-
-
-@dataclass(frozen=True)
 class Dataset:
     """Batches by index. A run resumes at step k, on any devices and processes, by starting at batch k of its `order`.
 
@@ -78,17 +48,17 @@ class Dataset:
       batch_size: rows per batch, over all devices.
       seed: with a seed, the parts are interleaved by their weights without end, and the rows of a part are shuffled
         anew in each of its epochs. With None, the parts are read once, in order, and padding rows fill the last batch.
-      weights: of the parts, as integers.
-      later: the weights from later steps on.
+      phases: the weights of the parts, from a step on.
+      first_rows: how many of the first rows of each part are read; None for all.
       order: which row is read when; a run that resumes with other batches has another one, see `order.resumed`.
     """
 
     parts: tuple[Rows, ...]
     batch_size: int
     seed: int | None
-    weights: tuple[int, ...] = (1,)
+    phases: tuple[Phase, ...] = FROM_ONE_PART
     order: Order = field(default_factory=Order)
-    later: tuple[Phase, ...] = ()
+    first_rows: int | None = None
 
     @property
     def num_documents(self) -> int:
@@ -102,7 +72,7 @@ class Dataset:
     @property
     def num_rows(self) -> int:
         """The rows of all parts. An epoch may end in the middle of a batch, where the next epoch begins."""
-        return sum(map(len, self.parts))
+        return sum(self._lengths)
 
     def __len__(self) -> int:
         """The number of batches; with a seed, more than a run can read."""
@@ -139,15 +109,8 @@ class Dataset:
         Args:
           rows: int[n]. The rows of each batch to read; default: all.
         """
-        grain = grain_alone.load()
         chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-        indices = grain.MapDataset.range(start, len(self)) if start < len(self) else grain.MapDataset.source([])
-        iterator = iter(indices.map(lambda index: self.rows(index, chosen)).to_iter_dataset(reads))
-        try:
-            yield from iterator
-        finally:
-            iterator.close()
+        return read_ahead(lambda index: self.rows(index, chosen), start, len(self))
 
     def in_order(self, order: Order) -> Dataset:
         """The same rows, each read when the order says."""
@@ -156,19 +119,23 @@ class Dataset:
     def _places(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part, and the row within the part, of each index int64[n] into the sequence of all rows."""
         if self.seed is None:
-            ends = np.cumsum([len(part) for part in self.parts])
+            lengths = np.array(self._lengths)
+            ends = np.cumsum(lengths)
             part = np.searchsorted(ends, at, side="right").clip(max=len(ends) - 1)
-            return part, at - (ends[part] - [len(self.parts[p]) for p in part])
-        part, turn = self.order.turns((Phase(0, self.weights), *self.later), self.batch_size, at)
+            row = at - (ends[part] - lengths[part])
+            padding = np.array([len(rows) for rows in self.parts])[part]
+            return part, np.where(row < lengths[part], row, padding)
+        part, turn = self.order.turns(self.phases, self.batch_size, at)
         whole, piece = np.divmod(turn, self.order.pieces)
         rows = np.array([self._orders[p][int(t)] for p, t in zip(part, whole, strict=True)], np.int64)
         return part, rows * self.order.pieces + piece
 
     @cached_property
     def _orders(self) -> list[Any]:
-        """For each part, turn -> row. Grain computes the shuffled order without storing a permutation."""
-        grain = grain_alone.load()
-        # Grain adds the epoch to the seed, so seeds 0 and 1 used directly would share all orders but one.
-        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
-        ranges = [grain.MapDataset.range(-(-len(part) // self.order.pieces)) for part in self.parts]
-        return [rows.shuffle(seed=int(seed)).repeat() for rows, seed in zip(ranges, seeds, strict=True)]
+        """For each part, turn -> row."""
+        return shuffled([-(-length // self.order.pieces) for length in self._lengths], self.seed or 0)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """The number of rows that are read of each part."""
+        return [len(part) if self.first_rows is None else min(len(part), self.first_rows) for part in self.parts]

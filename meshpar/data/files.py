@@ -25,13 +25,13 @@ def find(folder: Path, glob: str, without: Set[str] = frozenset(), what: str = "
     _check(folder, glob, what)
     problems = Problems()
     # A dangling link and a pipe also match, and are reported: the user expects them to be read.
-    found = [path for path in _matches(folder, glob, without) if not os.path.isdir(path)]
-    for path in found:
+    paths = [path for path in _matches(folder, glob, without) if not os.path.isdir(path)]
+    for path in paths:
         _open(path, problems)
-    if not found:
+    if not paths:
         problems.add(f"data.glob = {glob!r}", f"matches no file below {str(folder)!r}", _other_glob(folder))
     problems.raise_any(DataError, HEADING)
-    return sorted(found, key=Path.as_posix)  # all begin with the folder
+    return sorted(paths, key=Path.as_posix)  # all begin with the folder
 
 
 def find_or_take(path: Path, glob: str, default: str) -> list[Path]:

@@ -55,10 +55,10 @@ def checksum(path: Path) -> str:
     with open_regular(path) as file:
         # `file_digest` allocates a buffer of 256 KiB, which takes longer than a small file.
         digest = hashlib.sha256(file.read()) if stat.st_size < _SMALL else hashlib.file_digest(file, "sha256")
-    found = digest.hexdigest()
+    sha256 = digest.hexdigest()
     if time.time_ns() - stat.st_ctime_ns > _SETTLED_NS:  # a later write might have the same time
-        _known[key] = found
-    return found
+        _known[key] = sha256
+    return sha256
 
 
 def fingerprint(files: Mapping[str, Path]) -> dict[str, str]:
@@ -83,11 +83,11 @@ def fingerprint(files: Mapping[str, Path]) -> dict[str, str]:
     size = -(-len(paths) // TASKS)
     parts = [paths[start : start + size] for start in range(0, len(paths), max(1, size))]
     with ThreadPoolExecutor(THREADS) as threads:
-        found = dict(zip(files, chain.from_iterable(threads.map(read_all, parts)), strict=True))
+        checksums = dict(zip(files, chain.from_iterable(threads.map(read_all, parts)), strict=True))
     problems.raise_any(DataError, "the data cannot be read:")
-    if len(found) <= MOST_FILES:
-        return found
-    return {f"{len(found)} files": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:32]}
+    if len(checksums) <= MOST_FILES:
+        return checksums
+    return {f"{len(checksums)} files": hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()[:32]}
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
@@ -96,15 +96,15 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]
     >>> changes({"a": "1", "b": "2"}, {"b": "3", "c": "4"})
     {'a': 'is missing', 'b': 'has changed', 'c': 'is new'}
     """
-    found = {}
+    changed = {}
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
-            found[name] = "is missing"
+            changed[name] = "is missing"
         elif name not in before:
-            found[name] = "is new"
+            changed[name] = "is new"
         elif before[name] != now[name]:
-            found[name] = "has changed"
-    return found
+            changed[name] = "has changed"
+    return changed
 
 
 def changed_files(before: Any, now: Mapping[str, str], folder: Path, allowed: bool) -> list[str]:
@@ -121,14 +121,16 @@ def changed_files(before: Any, now: Mapping[str, str], folder: Path, allowed: bo
     Warns:
       DataWarning: files have changed, and this is allowed.
     """
-    found = changes({str(name): str(value) for name, value in before.items()}, now) if isinstance(before, dict) else {}
-    if not found:
+    if not isinstance(before, dict):
+        return []
+    changed = changes({str(name): str(value) for name, value in before.items()}, now)
+    if not changed:
         return []
     problems = Problems()
-    for name, what in list(found.items())[:MOST_NAMED]:
+    for name, what in list(changed.items())[:MOST_NAMED]:
         problems.add(name, what)
-    if len(found) > MOST_NAMED:
-        problems.add(f"{len(found) - MOST_NAMED} more files", "have changed")
+    if len(changed) > MOST_NAMED:
+        problems.add(f"{len(changed) - MOST_NAMED} more files", "have changed")
     if not allowed:
         fix = "restore the files, or resume with the files as they are now: data.if_changed=allow"
         problems.add("data.if_changed = refuse", "the next batches would differ from those of the stopped run", fix)
@@ -136,4 +138,4 @@ def changed_files(before: Any, now: Mapping[str, str], folder: Path, allowed: bo
     if not allowed:
         raise DataError(message)
     warnings.warn(message, DataWarning, stacklevel=2)
-    return list(found)
+    return list(changed)

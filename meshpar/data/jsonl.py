@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,13 +12,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from meshpar.data.corpus import AtPath, TextCorpus
-from meshpar.data.documents import HEADING
 from meshpar.data.encode import Content
 from meshpar.data.file_ranges import FileRange
-from meshpar.errors import DataError, Problems, nearest
+from meshpar.data.reading import read_each
+from meshpar.errors import nearest
 from meshpar.regular_files import open_regular
 
-MOST_PROBLEMS = 10  # reading stops here
 LONGEST_LINE = 2**28
 _BLOCK = 2**20
 
@@ -38,18 +38,8 @@ class Jsonl(AtPath, TextCorpus):
         return path.stat().st_size
 
     def read(self, part: FileRange) -> Iterator[Content]:
-        problems = Problems()
-        for where, line in lines(part):
-            try:
-                content = _content(line, self.field)
-            except ValueError as error:
-                problems.add(str(where), *error.args)
-                if len(problems) == MOST_PROBLEMS:
-                    break
-                continue
-            if not problems:  # after the first problem, lines are read only to find further ones
-                yield Content(where, content)
-        problems.raise_any(DataError, HEADING)
+        for where, _, content in read_each(lines(part), partial(_content, field=self.field)):
+            yield Content(where, content)
 
 
 class Line(NamedTuple):

@@ -14,7 +14,7 @@ from meshpar.data.chat.corpus import Chat
 from meshpar.data.corpus import Batching, Corpus, StandardLibrary, Synthetic, Text
 from meshpar.data.jsonl import Jsonl
 from meshpar.data.numpy_files import Numpy
-from meshpar.data.round_robin import LONGEST, whole_weights
+from meshpar.data.round_robin import check_period, whole_weights
 from meshpar.data.shards.config import Shards
 from meshpar.data.tars import WebDataset
 from meshpar.data.tokenizer import Tokenizer
@@ -41,8 +41,8 @@ class Mixture(Batching):
     not in the parts. The held-out documents of all parts are read once, part after part, independent of the weights.
 
     >>> mixture = Mixture(seq_len=64, parts=[{"weight": w, "data": {"kind": "synthetic"}} for w in (0.7, 0.3)])
-    >>> [(weight, corpus.seq_len) for weight, corpus in mixture.sources]
-    [(7, 64), (3, 64)]
+    >>> mixture.phases, [corpus.seq_len for corpus in mixture.corpora]
+    ((Phase(step=0, weights=(7, 3)),), [64, 64])
     """
 
     kind: Literal["mixture"] = "mixture"
@@ -52,15 +52,11 @@ class Mixture(Batching):
     """How the weights change over the steps. Default: they are those of the parts."""
 
     @property
-    def sources(self) -> list[tuple[int, Corpus]]:
-        return [(weight, part.data) for weight, part in zip(self._phases[0].weights, self.parts, strict=True)]
+    def corpora(self) -> list[Corpus]:
+        return [part.data for part in self.parts]
 
     @property
-    def later_weights(self) -> tuple[Phase, ...]:
-        return self._phases[1:]
-
-    @property
-    def _phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         if self.weights is not None:
             return self.weights.phases
         return (Phase(0, whole_weights([part.weight for part in self.parts if part.weight is not None])),)
@@ -90,14 +86,7 @@ class Mixture(Batching):
         wrong += self._faults_of_weights()
         if wrong:
             raise ValueError("\n".join(wrong))
-        weights = self._phases[0].weights
-        period = sum(weights)
-        if period > LONGEST:
-            rounded = ", ".join(str(max(1, round(1000 * weight / period))) for weight in weights)
-            wrong.append(f"weights have too many digits: they repeat every {period} rows, more than {LONGEST}")
-            wrong.append(f"round them, for example to {rounded}")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        check_period(self.phases[0].weights)
         return self
 
     def _faults_of_weights(self) -> list[str]:

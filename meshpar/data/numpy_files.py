@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,11 @@ from numpy.lib import format as npy
 
 from meshpar.config import Coerced
 from meshpar.data.corpus import AtPath, FileCorpus
-from meshpar.data.documents import HEADING, DocumentOffsets, Documents
+from meshpar.data.documents import DocumentOffsets, Documents
 from meshpar.data.encode import check_ids
+from meshpar.data.reading import read_each
 from meshpar.data.tokenizer import Tokenizer
-from meshpar.errors import DataError, Problems
+from meshpar.errors import DataError
 from meshpar.regular_files import open_regular
 from meshpar.tree import human_bytes
 
@@ -43,16 +45,13 @@ class Numpy(AtPath, FileCorpus):
     """The tokenizer of the ids."""
 
     def documents(self) -> Documents:
-        problems = Problems()
-        found: list[DocumentOffsets] = []
-        for path in self.files():
-            with closing(_arrays(path)) as arrays:
-                try:
-                    found += [self._documents(array) for array in arrays]
-                except DataError as error:
-                    problems.add(str(path), str(error))
-        problems.raise_any(DataError, HEADING)
-        return Documents.in_place(found, self.tokenizer.bos)
+        files = self.files()
+        of_files = [offsets for _, _, offsets in read_each(zip(files, files, strict=True), self._of_file)]
+        return Documents.in_place([*chain(*of_files)], self.tokenizer.bos)
+
+    def _of_file(self, path: Path) -> list[DocumentOffsets]:
+        with closing(_arrays(path)) as arrays:
+            return [self._documents(array) for array in arrays]
 
     def _documents(self, array: np.ndarray) -> DocumentOffsets:
         if array.ndim not in (1, 2):

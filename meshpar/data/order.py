@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from meshpar.data.round_robin import WeightedRoundRobin, whole_weights
-from meshpar.data.weights import Phase, WeightSchedule
+from meshpar.data.weights import FROM_ONE_PART, Phase, WeightSchedule
 from meshpar.errors import DataError, DataWarning, Problems
 
 BATCHES = ("batch_size", "seq_len", "held_out_fraction", "held_out_rows", "documents_in_row", "if_changed")
@@ -47,18 +47,18 @@ class Order:
 
     def turns(self, phases: tuple[Phase, ...], batch_size: int, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each row int64[n] of all, from `since` on: its part, and the number of earlier rows of this part."""
-        found = _stretches(self, phases, batch_size)
-        which = np.searchsorted([one.start for one in found], at, side="right") - 1
+        stretches = _stretches(self, phases, batch_size)
+        which = np.searchsorted([stretch.start for stretch in stretches], at, side="right") - 1
         part, turn = np.zeros((2, len(at)), np.int64)
         for i in np.unique(which):
             here = which == i
-            part[here], turn[here] = _round_robin(found[i].weights).of(at[here] - found[i].start)
-            turn[here] += np.array(found[i].before)[part[here]]
+            part[here], turn[here] = _round_robin(stretches[i].weights).of(at[here] - stretches[i].start)
+            turn[here] += np.array(stretches[i].before)[part[here]]
         return part, turn
 
     def read_of_parts(self, phases: tuple[Phase, ...], batch_size: int, rows: int) -> tuple[int, ...]:
         """How many of the first `rows` rows are of each part."""
-        last = [one for one in _stretches(self, phases, batch_size) if one.start <= rows][-1]
+        last = [stretch for stretch in _stretches(self, phases, batch_size) if stretch.start <= rows][-1]
         return tuple(map(int, _round_robin(last.weights).counts(rows - last.start) + np.array(last.before)))
 
 
@@ -75,13 +75,13 @@ def _stretches(order: Order, phases: tuple[Phase, ...], batch_size: int) -> list
     """The phases that have rows from `order.since` on. A phase begins with the first row of its step."""
     starts = [max(order.since, order.first + phase.step * batch_size) for phase in phases]
     starts[0] = order.since
-    found: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     before = np.array(order.before or [0] * len(phases[0].weights))
     for phase, start, end in zip(phases, starts, [*starts[1:], None], strict=True):
         if end is None or end > start:
-            found.append(_Stretch(start, phase.weights, tuple(map(int, before))))
+            stretches.append(_Stretch(start, phase.weights, tuple(map(int, before))))
             before = before + (0 if end is None else _round_robin(phase.weights).counts(end - start))
-    return found
+    return stretches
 
 
 @lru_cache(maxsize=128)
@@ -172,7 +172,7 @@ def _parts(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _phases(data: Mapping[str, Any]) -> tuple[Phase, ...]:
     if data["kind"] != "mixture":
-        return (Phase(0, (1,)),)
+        return FROM_ONE_PART
     if data.get("weights"):
         return TypeAdapter(WeightSchedule).validate_python(data["weights"]).phases
     return (Phase(0, whole_weights([part["weight"] for part in data["parts"]])),)
@@ -180,19 +180,19 @@ def _phases(data: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Key -> its two values, for each key that determines the documents or how they are split."""
-    found = {}
+    different = {}
     if was["held_out_fraction"] != now["held_out_fraction"]:
-        found["held_out_fraction"] = (was["held_out_fraction"], now["held_out_fraction"])
+        different["held_out_fraction"] = (was["held_out_fraction"], now["held_out_fraction"])
     old, new = _parts(was), _parts(now)
     if len(old) != len(new):
-        return found | {"parts": (f"{len(old)} corpora", f"{len(new)} corpora")}
+        return different | {"parts": (f"{len(old)} corpora", f"{len(new)} corpora")}
     for i, (before, after) in enumerate(zip(old, new, strict=True)):
         where = f"parts.{i}.data." if now["kind"] == "mixture" else ""
         for key in before.keys() & after.keys():  # an older meshpar did not have all keys
             values = [_without_paths(part.get(key)) for part in (before, after)]
             if key not in (*BATCHES, *ELSEWHERE) and values[0] != values[1]:
-                found[where + key] = (before.get(key), after.get(key))
-    return dict(sorted(found.items()))
+                different[where + key] = (before.get(key), after.get(key))
+    return dict(sorted(different.items()))
 
 
 def _without_paths(value: Any) -> Any:

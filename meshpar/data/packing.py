@@ -13,7 +13,7 @@ ARRAYS = ("tokens", "targets", "segments", "positions")
 Batch = dict[str, np.ndarray]
 
 
-class Taken(Protocol):
+class TokenSequence(Protocol):
     """Documents of which tokens are read by their positions: `Documents`, or those of shards."""
 
     @property
@@ -40,7 +40,7 @@ class PackedRows:
     positions [0, 1, 2, 3] [0, 1, 0, 0]
     """
 
-    documents: Taken
+    documents: TokenSequence
     seq_len: int
     joined: bool = False
     """Whether all tokens of a row count as one document."""

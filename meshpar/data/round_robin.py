@@ -71,3 +71,13 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
     return tuple(weight // math.gcd(*whole) for weight in whole)
+
+
+def check_period(weights: Sequence[float], name: str = "weights") -> None:
+    """Raises ValueError, with the fix, if the order of these weights repeats after more than `LONGEST` rows."""
+    whole = whole_weights(weights)
+    period = sum(whole)
+    if period > LONGEST:
+        rounded = ", ".join(str(max(round(1000 * weight / period), int(weight > 0))) for weight in whole)
+        what = f"{name} have too many digits: they repeat every {period} rows, more than {LONGEST}"
+        raise ValueError(f"{what}\nround them, for example to {rounded}")

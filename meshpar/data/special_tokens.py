@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshpar.data.unmodified import kept_while_unmodified
 from meshpar.errors import DataError, Problems
 from meshpar.regular_files import open_regular
 
@@ -31,8 +31,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """
     config, named = _read(folder)[TOKENIZER_CONFIG], _read(folder)[TOKENS_MAP]
     both = config | named if "added_tokens_decoder" not in config else named | config
-    found = {name: content(both.get(name)) or content(named.get(name)) for name in NAMES}
-    return {name: token for name, token in found.items() if token is not None}
+    tokens = {name: content(both.get(name)) or content(named.get(name)) for name in NAMES}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     limits = {"repetition_penalty": (0.01, 10)}
     if settings.get("do_sample") is True:
         limits |= {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31 - 1), "min_p": (0, 1)}
-    found: dict[str, Any] = {key: settings[key] for key in limits if settings.get(key) is not None}
+    given: dict[str, Any] = {key: settings[key] for key in limits if settings.get(key) is not None}
     problems = Problems()
-    for key, value in found.items():
+    for key, value in given.items():
         low, high = limits[key]
         if type(value) not in ((int,) if key == "top_k" else (int, float)) or not low <= value <= high:
             problems.add(f"{folder / GENERATION}: {key} = {value!r}", f"is not from {low} to {high}", "remove it")
     problems.raise_any(DataError, "how the model is sampled cannot be read:")
-    return SamplingDefaults(**found | {"top_k": found.get("top_k") or None, "top_p": found.get("top_p") or 1.0})
+    return SamplingDefaults(**given | {"top_k": given.get("top_k") or None, "top_p": given.get("top_p") or 1.0})
 
 
 def first_ids(folder: Path) -> tuple[int, ...]:
@@ -106,30 +106,18 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _read(folder: Path) -> Mapping[str, dict[str, Any]]:
     """The JSON objects of `FILES`; empty ones of files that are not there."""
-    return _parsed(folder, tuple(_changed(folder / name) for name in FILES))
+    return {name: _parsed(folder / name) if os.path.exists(folder / name) else {} for name in FILES}
 
 
-def _changed(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
-
-
-@lru_cache(maxsize=8)
-def _parsed(folder: Path, changed: tuple[tuple[int, int] | None, ...]) -> Mapping[str, dict[str, Any]]:
-    return {name: _parse(folder / name) if there else {} for name, there in zip(FILES, changed, strict=True)}
-
-
-def _parse(path: Path) -> dict[str, Any]:
+@kept_while_unmodified(32)
+def _parsed(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read(_LARGEST))
+            value = json.loads(file.read(_LARGEST))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         if path.name == CONFIG:  # a file of this name may be another program's
             return {}
         raise DataError(f"{path} is not JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

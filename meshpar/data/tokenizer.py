@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -15,8 +14,9 @@ from pydantic import Field, model_validator
 
 from meshpar.config import Config, Count, PathText, Positive
 from meshpar.data.special_tokens import end_ids, first_ids, special_tokens
+from meshpar.data.unmodified import kept_while_unmodified
 from meshpar.errors import DataError, Problem, nearest
-from meshpar.regular_files import nearby, open_regular
+from meshpar.regular_files import check_regular, nearby
 
 HEADING = "the tokenizer cannot be used:"
 LARGEST_ID = 2**31 - 2
@@ -128,8 +128,8 @@ class TokenizerFile(Config):
 
     @property
     def bos(self) -> int:
-        found = self._id("bos_token", self.bos_token, _OPENING)
-        return self._last + 1 if found is None else found
+        index = self._id("bos_token", self.bos_token, _OPENING)
+        return self._last + 1 if index is None else index
 
     @property
     def eos(self) -> int | None:
@@ -140,40 +140,39 @@ class TokenizerFile(Config):
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text; the library encodes the texts in parallel."""
-        return self._encode_all(self._library, texts)
+        with self._encoding(*texts):
+            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in encoded]
 
     def encode_special(self, text: str) -> np.ndarray:
         """The ids of a text in which special tokens count as such: for texts that a chat template rendered."""
-        return self._encode_all(_with_special(self._library), [text])[0]
+        return self.encode_with_places(text)[0]
 
     def encode_whole(self, text: str) -> list[int]:
         """The ids of a text with those that the file's template inserts before and after it, as encoders read it."""
-        _utf8(text, "strict")
-        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
+        with self._encoding(text):
             return list(self._library.encode(text).ids)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """As `encode_special`, and int[length, 2]: the characters of the text where each token starts and ends."""
-        _utf8(text, "strict")
-        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
+        with self._encoding(text):
             encoded = _with_special(self._library).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.uint32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def _encode_all(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    @contextmanager
+    def _encoding(self, *texts: str) -> Iterator[None]:
         for text in texts:
             _utf8(text, "strict")  # the library would raise a TypeError
         with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
-            encoded = library.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.uint32) for one in encoded]
+            yield
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         with _failing_as(lambda error: DataError(f"cannot be decoded by {self.path}: {error}")):
-            return self._library.decode([i for i in ids if i <= self._last])
+            return self._library.decode([i for i in ids if i <= self._last], skip_special_tokens)
 
     def decode_special(self, ids: Iterable[int]) -> str:
         """The text of the ids, with that of special tokens."""
-        with _failing_as(lambda error: DataError(f"cannot be decoded by {self.path}: {error}")):
-            return self._library.decode([i for i in ids if i <= self._last], skip_special_tokens=False)
+        return self.decode(ids, skip_special_tokens=False)
 
     def decode_keeping(self, ids: Iterable[int], kept: Collection[int]) -> str:
         """As `decode`, with the texts of those special tokens that are kept."""
@@ -186,7 +185,7 @@ class TokenizerFile(Config):
 
         As in transformers, `add_bos_token` in `tokenizer_config.json` changes nothing where there is this file.
         """
-        with _failing_as(lambda error: DataError(f"cannot be encoded by {self.path}: {error}")):
+        with self._encoding():
             encoded = self._library.encode("a")
         special = takewhile(lambda one: one[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return tuple(i for i, _ in special)
@@ -231,12 +230,11 @@ class TokenizerFile(Config):
     @property
     def _opened(self) -> tuple[Any, int]:
         try:
-            with open_regular(Path(self.path)) as file:
-                stat = os.fstat(file.fileno())
+            check_regular(Path(self.path))
+            return _open(self.path)
         except OSError as error:
             what = f"cannot be read: {error.strerror}"
             raise _unusable(f"tokenizer = {self.path!r}", what, nearby(Path(self.path))) from None
-        return _open(self.path, stat.st_mtime_ns, stat.st_size)
 
     @property
     def folder(self) -> Path:
@@ -257,21 +255,21 @@ class TokenizerFile(Config):
         if token is None:
             beside = self._beside(key)
             return next((i for i in map(find, customary) if i is not None), None) if beside is None else beside
-        if (found := find(token)) is None:
+        if (index := find(token)) is None:
             special = self.special_tokens
             near = nearest(token, special)
             fix = f"did you mean {near!r}?" if near else f"its special tokens are {list(special)}"
             raise _unusable(f"tokenizer.{key} = {token!r}", f"{self.path} has no such token", fix)
-        return found
+        return index
 
 
 Tokenizer = Annotated[TokenizerFile | Bytes | Ids, Field(discriminator="kind")]
 """Converts between text and the token ids of a model; selected by `kind` in a config."""
 
 
-@lru_cache(maxsize=4)
-def _open(path: str, modified_ns: int, size: int) -> tuple[Any, int]:
-    """The library's tokenizer and its largest id. A file is read again only after it is modified."""
+@kept_while_unmodified(4)
+def _open(path: str) -> tuple[Any, int]:
+    """The library's tokenizer and its largest id."""
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
@@ -302,6 +300,8 @@ def _failing_as(refusal: Callable[[BaseException], DataError]) -> Iterator[None]
     """Raises a `DataError` for what the library raises, which has no narrower type."""
     try:
         yield
+    except DataError:
+        raise
     except BaseException as error:
         # A panic of its Rust code is no `Exception`, and its class is not exported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from meshpar.config import Coerced, Config, Positive
-from meshpar.data.round_robin import LONGEST, whole_weights
+from meshpar.data.round_robin import check_period, whole_weights
 
 LEVELS = 100
 """A linear schedule changes the weights this often."""
@@ -22,6 +22,10 @@ class Phase(NamedTuple):
 
     step: int
     weights: tuple[int, ...]
+
+
+FROM_ONE_PART = (Phase(0, (1,)),)
+"""The weights of data that are no mixture."""
 
 
 class PiecewiseWeights(Config):
@@ -49,9 +53,7 @@ class PiecewiseWeights(Config):
             raise ValueError(f"steps = {list(self.steps)} must begin with 0 and ascend")
         _check(self.weights)
         for weights in self.weights:
-            if (period := sum(whole_weights(weights))) > LONGEST:
-                what = f"{list(weights)} have too many digits: they repeat every {period} rows, more than {LONGEST}"
-                raise ValueError(f"{what}; round them")
+            check_period(weights, str(list(weights)))
         return self
 
     @property
@@ -84,12 +86,12 @@ class LinearWeights(Config):
     def phases(self) -> tuple[Phase, ...]:
         num = min(LEVELS, self.num_steps)
         first, last = ([weight / sum(weights) for weight in weights] for weights in (self.first, self.last))
-        found = [Phase(self.num_steps, _rounded(last))]
+        phases = [Phase(self.num_steps, _rounded(last))]
         for i in reversed(range(num)):
             done = (i + 0.5) / num
             shares = [a + (b - a) * done for a, b in zip(first, last, strict=True)]
-            found.append(Phase(i * self.num_steps // num, _rounded(shares)))
-        return tuple(reversed(found))
+            phases.append(Phase(i * self.num_steps // num, _rounded(shares)))
+        return tuple(reversed(phases))
 
 
 WeightSchedule = Annotated[PiecewiseWeights | LinearWeights, Field(discriminator="kind")]

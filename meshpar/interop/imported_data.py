@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from meshpar.config import Target
 from meshpar.data.rows.config import RowData
@@ -23,6 +23,8 @@ class ImportedData(RowData):
     'my_data:rows'
     """
 
+    held_out_key: ClassVar = "held_out"
+
     kind: Literal["import"] = "import"
     target: Target
     """`package.module:name` of a function that returns rows: a Grain data set, a Hugging Face data set, a mapping of
@@ -33,13 +35,6 @@ class ImportedData(RowData):
     """Arguments for the rows of evaluations, in addition to `arguments`. Default: `held_out_fraction` of the rows."""
     transform: Target | None = None
     """`package.module:name` of a function (row, rng) -> row that changes each training row as it is read."""
-
-    @model_validator(mode="after")
-    def _hold_out_once(self) -> Self:
-        if self.held_out is not None and self.held_out_fraction is not None:
-            what = f"held_out_fraction = {self.held_out_fraction}: held_out names the rows of evaluations"
-            raise ValueError(f"{what}, so that no fraction is drawn; leave one of them out")
-        return self
 
     @cached_property
     def sources(self) -> tuple[Source, Source | None]:

@@ -79,10 +79,9 @@ def encoded_by(data: Batching | RowData) -> str:
     >>> encoded_by(Chat(path="chats.jsonl", tokenizer="model/tokenizer.json"))
     '; tokenizer model/tokenizer.json'
     """
-    corpora = (
-        [] if isinstance(data, RowData) else [corpus for _, corpus in data.sources if isinstance(corpus, Rendered)]
-    )
-    names = dict.fromkeys(corpus.tokenizer.path for corpus in corpora if isinstance(corpus.tokenizer, TokenizerFile))
+    corpora = [] if isinstance(data, RowData) else data.corpora
+    tokenizers = [corpus.tokenizer for corpus in corpora if isinstance(corpus, Rendered)]
+    names = dict.fromkeys(tokenizer.path for tokenizer in tokenizers if isinstance(tokenizer, TokenizerFile))
     return f"; tokenizer {', '.join(names)}" if names else ""
 
 
@@ -95,7 +94,7 @@ def source(data: Batching | RowData) -> str:
     """
     if isinstance(data, RowData):
         return data.label
-    corpora = [corpus.model_dump(include={"kind", "path"}) for _, corpus in data.sources]
+    corpora = [corpus.model_dump(include={"kind", "path"}) for corpus in data.corpora]
     return ", ".join(dict.fromkeys(f"{corpus['kind']} {corpus.get('path', '')}".strip() for corpus in corpora))
 
 

@@ -217,7 +217,7 @@ def test_a_template_that_cannot_be_used_is_an_error(template, folder, tmp_path, 
     from meshpar.data.chat import sandbox
 
     monkeypatch.setattr(sandbox, "LONGEST_S", 0.3)
-    monkeypatch.setattr("meshpar.data.chat.encoded_lines.MOST_PROBLEMS", 1)
+    monkeypatch.setattr("meshpar.data.reading.MOST_PROBLEMS", 1)
     model = write_tokenizer(tmp_path / "model", template)
     with pytest.raises(DataError, match=TEMPLATES[template]):
         chat(folder).model_copy(update={"tokenizer": chat(tmp_path, "model").tokenizer}).datasets(0)

@@ -90,48 +90,6 @@ def test_tensorboard_leaves_torch_importable():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-GRAIN = """
-import sys
-from meshpar.data import grain_alone
-
-assert list(grain_alone.load().MapDataset.range(2)) == [0, 1]
-assert "orbax.checkpoint" not in sys.modules
-"""
-USES = {
-    "public": "from grain.checkpoint import CheckpointHandler, CheckpointSave, CheckpointRestore",
-    "older": """
-from grain.python import PyGrainCheckpointHandler as CheckpointHandler
-from grain.python import PyGrainCheckpointSave as CheckpointSave
-""",
-    "attributes": """
-import grain
-
-CheckpointSave = grain.checkpoint.CheckpointSave
-CheckpointHandler = grain.checkpoint.CheckpointHandler
-""",
-}
-REGISTERED = """
-import orbax.checkpoint as ocp
-from grain import checkpoint
-
-assert CheckpointHandler is checkpoint.CheckpointHandler and CheckpointSave is checkpoint.CheckpointSave
-assert ocp.checkpoint_args.get_registered_handler_cls(CheckpointSave) is CheckpointHandler
-assert not hasattr(checkpoint, "__getattr__")
-"""
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_grain_is_imported_without_orbax_whose_handler_other_programs_can_use(use):
-    subprocess.run([sys.executable, "-c", "\n".join([GRAIN, use, REGISTERED])], check=True, timeout=300)
-
-
-def test_grain_has_the_handler_at_once_where_orbax_is_imported():
-    code = "import orbax.checkpoint\nfrom meshpar.data import grain_alone\ngrain_alone.load()\n"
-    code += "from grain import checkpoint; assert 'CheckpointSave' in vars(checkpoint)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
 @pytest.mark.parametrize(("word", "is_imported"), [("train", False), ("trian", True), ("--help", True)])
 def test_only_the_verb_of_a_command_line_is_imported(word, is_imported):
     code = f"import sys; from meshpar import cli; cli.verbs({word!r}); assert 'meshpar.cli.train' in sys.modules\n"

@@ -17,6 +17,7 @@ from meshpar.data.documents import Documents
 from meshpar.data.packing import PackedRows
 from meshpar.data.round_robin import WeightedRoundRobin, whole_weights
 from meshpar.data.tokenizer import TokenizerFile
+from meshpar.data.weights import Phase
 from meshpar.errors import ConfigError
 from meshpar.experiment.config import Run, load
 
@@ -76,7 +77,7 @@ def numbered(sizes: tuple[int, ...], weights: tuple[int, ...], seed: int | None 
         Documents.joined([(0.0, np.array([100 * p + r])) for r in range(n)], 999, np.uint16)
         for p, n in enumerate(sizes)
     ]
-    return Dataset(tuple(PackedRows(part, seq_len=2) for part in parts), batch_size, seed, weights)
+    return Dataset(tuple(PackedRows(part, seq_len=2) for part in parts), batch_size, seed, (Phase(0, weights),))
 
 
 def rows_by_part(dataset: Dataset, num_batches: int) -> list[list[int]]:
@@ -148,7 +149,8 @@ def test_the_parts_of_a_mixture_inherit_its_batch_size_and_row_length(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     run = load(tmp_path / "config.yaml")
     assert isinstance(run.data, Mixture)
-    assert [(w, c.seq_len, c.batch_size) for w, c in run.data.sources] == [(7, 16, 8), (3, 16, 8)]
+    assert run.data.phases == (Phase(0, (7, 3)),)
+    assert [(corpus.seq_len, corpus.batch_size) for corpus in run.data.corpora] == [(16, 8), (16, 8)]
     (tmp_path / "again.yaml").write_text(to_yaml(run))
     assert load(tmp_path / "again.yaml") == run
     assert Run.model_validate_json(run.model_dump_json()) == run
@@ -187,7 +189,7 @@ def test_a_cap_evaluates_the_first_rows_of_each_part():
     some = list(capped.held_out())
     assert len(everything) > 12 and len(some) == 2
     tokens = np.concatenate([batch["tokens"] for batch in some])
-    num = len(whole.sources[0][1].rows()[1])
+    num = len(whole.corpora[0].rows()[1])
     assert np.array_equal(tokens[:6], np.concatenate([everything[:3], everything[num : num + 3]]))
     assert not some[1]["segments"][2:].any() and (some[1]["targets"][2:] == -1).all()
     assert np.array_equal(capped.train(0)[0]["tokens"], whole.train(0)[0]["tokens"])

@@ -133,3 +133,10 @@ def test_a_file_on_which_the_library_panics_is_refused(tmp_path: Path):
     path.write_text(json.dumps(data))
     with pytest.raises(DataError, match="is not a tokenizer: "):
         TokenizerFile(path=str(path)).encode("a mesh")
+
+
+@pytest.mark.parametrize("use", ["encode", "encode_whole", "encode_special", "decode"])
+def test_a_file_that_is_missing_is_said_and_nothing_else(use: str):
+    with pytest.raises(DataError) as error:
+        getattr(TokenizerFile(path="no/tokenizer.json"), use)("" if use == "decode" else "a")
+    assert str(error.value).startswith("the tokenizer cannot be used:\n  data.tokenizer = 'no/tokenizer.json'\n")

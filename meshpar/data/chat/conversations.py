@@ -101,21 +101,16 @@ def read_prompt(value: Any) -> Conversation:
     else:
         near = nearest("prompt", value)
         raise ValueError(f"has the keys {sorted(value)}, and no prompt", f"rename {near} to prompt" if near else PROMPT)
-    for at, message in enumerate(messages):
-        _check(message, f"message {at + 1}")
+    _check(messages)
     if not messages or not str(messages[-1].get("content") or "").strip():
         raise ValueError("has a prompt without text", PROMPT)
     if messages[-1]["role"] == "assistant":
         raise ValueError("ends with a message of the assistant, and the model writes the answer", "leave it out")
-    options = value.get("chat_template_kwargs") or {}
-    if not isinstance(options, dict):
-        raise ValueError("its chat_template_kwargs are no object")
-    return Conversation(messages, [False] * len(messages), _tools(value.get("tools")), options)
+    return _with_settings(value, messages, [False] * len(messages))
 
 
 def _conversation(value: dict[str, Any], messages: list[dict[str, Any]], first_learned: int) -> Conversation:
-    for at, message in enumerate(messages):
-        _check(message, f"message {at + 1}")
+    _check(messages)
     weights = [message.pop("weight", 1) for message in messages]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:
         raise ValueError(f"has the weight {wrong[0]!r}", "0 for a message that is not learned, 1 for one that is")
@@ -127,10 +122,14 @@ def _conversation(value: dict[str, Any], messages: list[dict[str, Any]], first_l
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "no message"
         what = "has no message of the assistant to learn from"
         raise ValueError(f"{what}: {roles}", "a message with role: assistant, and no weight of 0")
+    return _with_settings(value, messages, learned)
+
+
+def _with_settings(value: dict[str, Any], messages: list[dict[str, Any]], is_learned: list[bool]) -> Conversation:
     options = value.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise ValueError("its chat_template_kwargs are no object")
-    return Conversation(messages, learned, _tools(value.get("tools")), options)
+    return Conversation(messages, is_learned, _tools(value.get("tools")), options)
 
 
 def forged(value: Any, special: Collection[str]) -> str | None:
@@ -197,8 +196,13 @@ def _of_share_gpt(turn: dict[str, Any]) -> dict[str, Any]:
     return {"role": SHARE_GPT[speaker], "content": text} | weight
 
 
-def _check(message: dict[str, Any], where: str) -> None:
-    """Checks a message, and writes its content as text and its calls as objects, which templates expect."""
+def _check(messages: list[dict[str, Any]]) -> None:
+    """Checks messages, and writes their contents as text and their calls as objects, which templates expect."""
+    for number, message in enumerate(messages, 1):
+        _check_one(message, f"message {number}")
+
+
+def _check_one(message: dict[str, Any], where: str) -> None:
     role = message.get("role")
     if role not in ROLES:
         near = nearest(str(role), ROLES)

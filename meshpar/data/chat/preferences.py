@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from meshpar.data.chat.conversations import Conversation, read_pair
-from meshpar.data.chat.encoded_lines import encoded_lines
+from meshpar.data.chat.conversations import read_pair
 from meshpar.data.chat.rendered import Rendered
-from meshpar.data.chat.rows import ConversationRows, RowPiece, piece_of
-from meshpar.data.chat.targets import Encoder
-from meshpar.data.documents import HEADING, is_held_out, share
-from meshpar.errors import DataError, DataWarning, Problems
+from meshpar.data.chat.rows import ConversationRows, RowPiece, learned_piece
+from meshpar.errors import DataWarning
 
 
 class Preferences(Rendered):
@@ -34,14 +30,13 @@ class Preferences(Rendered):
 
     def rows(self) -> tuple[ConversationRows, ConversationRows]:
         pairs = self.pairs()
-        held_out = is_held_out(np.array([one.share for one in pairs]), self.held_out_fraction)
 
-        def side(of: bool) -> ConversationRows:
-            chosen = [one for one, is_out in zip(pairs, held_out, strict=True) if is_out == of]
-            pieces = [piece for one in chosen for piece in (one.chosen, one.rejected)]
+        def side(chosen: np.ndarray) -> ConversationRows:
+            pieces = [piece for i in chosen for piece in (pairs[i].chosen, pairs[i].rejected)]
             return ConversationRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, of_row=2)
 
-        return side(False), side(True)
+        train, held_out = self.sides([pair.share for pair in pairs])
+        return side(train), side(held_out)
 
     def pairs(self) -> list[Pair]:
         """The pairs, in the order of the files.
@@ -52,28 +47,22 @@ class Preferences(Rendered):
         Warns:
           DataWarning: pairs were left out, with their number.
         """
-        found = list(self._pairs(self.encoder()))
-        kept = [one for one in found if one.size <= self.seq_len]
-        if len(kept) < len(found):
-            what = f"{len(found) - len(kept)} of {len(found)} pairs are longer than data.seq_len = {self.seq_len}"
-            warnings.warn(f"{what}: left out", DataWarning, stacklevel=2)
-        return kept
-
-    def _pairs(self, encoder: Encoder) -> Iterator[Pair]:
-        problems = Problems()
+        encoder = self.encoder()
 
         def encode(data: Any) -> tuple[RowPiece, RowPiece]:
-            chosen, rejected = (_piece(encoder, one) for one in read_pair(data))
+            chosen, rejected = (learned_piece(*encoder.encode(conversation)) for conversation in read_pair(data))
+            size = len(chosen.tokens) + len(rejected.tokens)
+            if size > self.seq_len and self.if_longer == "refuse":
+                what = f"both conversations have {size} tokens, more than data.seq_len = {self.seq_len}"
+                raise ValueError(what, f"data.seq_len={size}, or data.if_longer=drop")
             return chosen, rejected
 
-        for where, line, pieces in encoded_lines(self.files(), encode, problems):
-            pair = Pair(*pieces, share(line.strip()))
-            if pair.size > self.seq_len and self.if_longer == "refuse":
-                what = f"both conversations have {pair.size} tokens, more than data.seq_len = {self.seq_len}"
-                problems.add(where, what, f"data.seq_len={pair.size}, or data.if_longer=drop")
-            elif not problems:
-                yield pair
-        problems.raise_any(DataError, HEADING)
+        pairs = [Pair(*pieces, share) for share, pieces in self.encoded(encode)]
+        kept = [pair for pair in pairs if pair.size <= self.seq_len]
+        if len(kept) < len(pairs):
+            what = f"{len(pairs) - len(kept)} of {len(pairs)} pairs are longer than data.seq_len = {self.seq_len}"
+            warnings.warn(f"{what}: left out", DataWarning, stacklevel=2)
+        return kept
 
 
 class Pair(NamedTuple):
@@ -87,11 +76,3 @@ class Pair(NamedTuple):
     def size(self) -> int:
         """Their tokens together."""
         return len(self.chosen.tokens) + len(self.rejected.tokens)
-
-
-def _piece(encoder: Encoder, conversation: Conversation) -> RowPiece:
-    (encoded,) = encoder.encode(conversation)
-    piece = piece_of(encoded)
-    if not len(piece.tokens):
-        raise ValueError("the template writes no token of an answer, so nothing is learned")
-    return piece

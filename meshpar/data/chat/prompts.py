@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshpar.data.chat.conversations import read_prompt
-from meshpar.data.chat.encoded_lines import encoded_lines
 from meshpar.data.chat.rendered import Rendered
 from meshpar.data.chat.rows import ConversationRows, RowPiece
-from meshpar.data.documents import HEADING, is_held_out, share
 from meshpar.data.packing import Batch
-from meshpar.errors import DataError, Problems
 
 LINES = "lines"
 """The array of a batch of prompts with the index of the line of each, or -1 where there is none."""
@@ -35,15 +32,14 @@ class Prompts(Rendered):
 
     def rows(self) -> tuple[PromptRows, PromptRows]:
         prompts = self.prompts()
-        held_out = is_held_out(np.array([one.share for one in prompts]), self.held_out_fraction)
-        every = [one.line for one in prompts]
+        every = [prompt.line for prompt in prompts]
 
-        def side(of: bool) -> PromptRows:
-            chosen = np.flatnonzero(held_out == of)
+        def side(chosen: np.ndarray) -> PromptRows:
             pieces = [RowPiece(prompts[i].tokens, np.full_like(prompts[i].tokens, -1)) for i in chosen]
             return PromptRows(pieces, len(chosen), self.seq_len, self.tokenizer.bos, of_row=1, lines=every, at=chosen)
 
-        return side(False), side(True)
+        train, held_out = self.sides([prompt.share for prompt in prompts])
+        return side(train), side(held_out)
 
     def prompts(self) -> list[Prompt]:
         """The prompts, in the order of the files.
@@ -52,19 +48,15 @@ class Prompts(Rendered):
           DataError: lists the lines that are no prompts, that the template refuses, or that are too long.
         """
         encoder = self.encoder()
-        problems = Problems()
-        found: list[Prompt] = []
 
         def encode(data: Any) -> tuple[Any, np.ndarray]:
-            return data, encoder.encode_prompt(read_prompt(data))
-
-        for where, line, (data, tokens) in encoded_lines(self.files(), encode, problems):
-            found.append(Prompt(data, tokens, share(line.strip())))
+            tokens = encoder.encode_prompt(read_prompt(data))
             if len(tokens) > self.seq_len:
                 what = f"the prompt has {len(tokens)} tokens, and its answer has no room in data.seq_len"
-                problems.add(where, f"{what} = {self.seq_len}", f"data.seq_len={len(tokens) + 64}")
-        problems.raise_any(DataError, HEADING)
-        return found
+                raise ValueError(f"{what} = {self.seq_len}", f"data.seq_len={len(tokens) + 64}")
+            return data, tokens
+
+        return [Prompt(data, tokens, share) for share, (data, tokens) in self.encoded(encode)]
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date as Date
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from pydantic import field_validator
 
 from meshpar.config import Coerced, default
 from meshpar.data.chat.targets import Encoder
 from meshpar.data.chat.template import TEMPLATE, TOOL_USE, ChatTemplate, read_template
 from meshpar.data.corpus import AtPath, Corpus
-from meshpar.data.documents import no_data
+from meshpar.data.documents import is_held_out, no_data, share
+from meshpar.data.file_ranges import FileRange
 from meshpar.data.files import named
+from meshpar.data.jsonl import lines, parse
+from meshpar.data.reading import read_each
 from meshpar.data.special_tokens import FILES, end_ids
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
+
+T = TypeVar("T")
 
 
 class Rendered(AtPath, Corpus):
@@ -78,6 +85,28 @@ class Rendered(AtPath, Corpus):
         ends = {one for one in (*end_ids(folder), tokenizer.eos) if one is not None}
         day = datetime.fromisoformat(self.date) if self.date else None
         return Encoder(tokenizer, self._template, ends, apart, day, self.template_options)
+
+    def encoded(self, encode: Callable[[Any], T]) -> Iterator[tuple[float, T]]:
+        """For each line the number that decides whether it is held out, and what `encode` makes of its JSON.
+
+        Args:
+          encode: raises ValueError(what is wrong), or ValueError(what is wrong, the fix).
+
+        Raises:
+          DataError: lists the lines that are wrong.
+        """
+        stored = lines(FileRange(tuple(self.files())))
+        for _, line, found in read_each(stored, lambda line: encode(parse(line))):
+            yield share(line.strip()), found
+
+    def sides(self, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """The places int64[n] of the lines that are trained on, and of those that are held out.
+
+        Raises:
+          DataError: all are held out, or none is.
+        """
+        held_out = is_held_out(np.array(shares), self.held_out_fraction)
+        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
     @property
     def _template(self) -> ChatTemplate:

@@ -22,11 +22,17 @@ class RowPiece(NamedTuple):
     targets: np.ndarray
 
 
-def piece_of(encoded: Encoded) -> RowPiece:
-    """Each token predicts the next; what follows the last target teaches nothing, and is left out."""
+def learned_piece(encoded: Encoded) -> RowPiece:
+    """Each token predicts the next; what follows the last target teaches nothing, and is left out.
+
+    Raises:
+      ValueError: nothing is learned.
+    """
     ids = encoded.ids.astype(np.int32)
     targets = np.where(encoded.is_learned[1:], ids[1:], np.int32(-1))
-    size = int(np.flatnonzero(targets >= 0)[-1]) + 1 if (targets >= 0).any() else 0
+    if not (targets >= 0).any():
+        raise ValueError("the template writes no token of an answer, so nothing is learned")
+    size = int(np.flatnonzero(targets >= 0)[-1]) + 1
     return RowPiece(ids[:size], targets[:size])
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshpar.data.chat.conversations import Conversation, forged
 from meshpar.data.chat.template import ChatTemplate
+from meshpar.data.reading import SameForAllError
 from meshpar.data.tokenizer import TokenizerFile
 from meshpar.errors import excerpt
 
@@ -24,7 +25,7 @@ AROUND = 30
 """Characters on each side of a difference that an error shows."""
 
 
-class UnsuitableTemplateError(ValueError):
+class UnsuitableTemplateError(SameForAllError):
     """By the template it cannot be told which tokens are learned: (what is wrong, the fix)."""
 
 
@@ -67,7 +68,7 @@ class Encoder:
           ConfigError: the template fails.
         """
         self._check(conversation)
-        return [self._tokens(one) for one in self._texts(conversation)]
+        return [self._tokens(text) for text in self._texts(conversation)]
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
         """The tokens of a conversation up to where an answer begins, int32[length].
@@ -145,13 +146,13 @@ class Encoder:
             conversation.messages[:number], tools=conversation.tools, answers=answers, date=self.date, options=options
         )
 
-    def _tokens(self, one: _Text) -> Encoded:
+    def _tokens(self, rendered: _Text) -> Encoded:
         """A token that overlaps a span is learned, as in transformers' mask of the assistant's tokens."""
-        ids, places = self.tokenizer.encode_with_places(one.text)
+        ids, places = self.tokenizer.encode_with_places(rendered.text)
         is_learned = np.zeros(len(ids), bool)
-        for start, end in one.spans:
+        for start, end in rendered.spans:
             inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < end))
-            if not one.is_marked:
+            if not rendered.is_marked:
                 inside = inside[: self._until_end(ids[inside])]
             is_learned[inside] = True
         return Encoded(ids, is_learned)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.data.arrow import pyarrow
+from meshpar.data.arrow import pyarrow, wrong_name
 from meshpar.data.files import cut_off
 from meshpar.data.images.files import integer
-from meshpar.errors import DataError, nearest
+from meshpar.data.images.shards import PictureShard
+from meshpar.errors import DataError
 from meshpar.tree import human_bytes
 
 GLOB = "**/*.parquet"
@@ -23,7 +24,7 @@ LARGEST_GROUP = 2**30
 
 
 @dataclass(frozen=True)
-class PictureTable:
+class PictureTable(PictureShard):
     """The pictures of a Parquet file, of which whole row groups are read.
 
     Args:
@@ -31,7 +32,6 @@ class PictureTable:
       image, label: the names of the columns.
     """
 
-    path: Path
     ends: np.ndarray
     image: str
     label: str
@@ -52,14 +52,11 @@ class PictureTable:
         group = int(np.searchsorted(self.ends, row, side="right")) - 1
         images, labels = _group(self.path, group, self.image, self.label)
         at = row - int(self.ends[group])
-        found = images[at].as_py()
-        picture = found["bytes"] if isinstance(found, dict) else found
+        cell = images[at].as_py()
+        picture = cell["bytes"] if isinstance(cell, dict) else cell
         if picture is None:
             raise DataError(f"its {self.image} is null\n    remove the row, or store the bytes of the picture")
         return picture, integer(labels[at].as_py())
-
-    def where(self, row: int) -> str:
-        return f"{self.path}, row {row}"
 
 
 def open_table(path: Path, image: str, label: str) -> PictureTable:
@@ -86,18 +83,16 @@ def open_table(path: Path, image: str, label: str) -> PictureTable:
 def _check(schema: Any, columns: dict[str, str]) -> None:
     types = pyarrow("pyarrow.types")
     for key, name in columns.items():
-        if schema.names.count(name) != 1:
-            near = nearest(name, schema.names)
-            fix = f"data.{key}={near}? " if near else ""
-            raise ValueError(f"has no column {name!r}", f"{fix}It has {', '.join(schema.names)}")
-        found = schema.field(name).type
-        if types.is_struct(found) and found.get_field_index("bytes") >= 0:
-            found = found.field("bytes").type
-        of_bytes = types.is_binary(found) or types.is_large_binary(found)
-        if not (of_bytes if key == "image_field" else types.is_integer(found)):
+        if wrong := wrong_name(schema, key, name):
+            raise ValueError(*wrong)
+        dtype = schema.field(name).type
+        if types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
+            dtype = dtype.field("bytes").type
+        of_bytes = types.is_binary(dtype) or types.is_large_binary(dtype)
+        if not (of_bytes if key == "image_field" else types.is_integer(dtype)):
             wanted = "bytes of pictures" if key == "image_field" else "integers"
             raise ValueError(
-                f"its column {name!r} is {found}, not {wanted}", f"data.{key} names the column of {wanted}"
+                f"its column {name!r} is {dtype}, not {wanted}", f"data.{key} names the column of {wanted}"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -33,6 +33,8 @@ class Images(RowData):
     >>> Images(path="pictures/train", held_out_path="pictures/val", size=(224, 224)).format
     'folders'
     """
+
+    held_out_key: ClassVar = "held_out_path"
 
     kind: Literal["images"] = "images"
     path: DataPath
@@ -86,13 +88,6 @@ class Images(RowData):
                 raise ValueError(f"{name}: has {len(numbers)} numbers for {self.channels} channels")
         return self
 
-    @model_validator(mode="after")
-    def _hold_out_once(self) -> Self:
-        if self.held_out_path is not None and self.held_out_fraction is not None:
-            what = f"held_out_fraction = {self.held_out_fraction}: held_out_path names the rows of evaluations"
-            raise ValueError(f"{what}, so that no fraction is drawn; leave one of them out")
-        return self
-
     @cached_property
     def classes(self) -> list[str]:
         """The names of the classes, by their numbers."""
@@ -136,8 +131,9 @@ class Images(RowData):
         digest = hashlib.sha256()
         for shard in self._shards(self.sources[0]).shards:
             digest.update(shard.signature)
-        found = super().fingerprint() | {f"{self.label}, names and places": digest.hexdigest()[:32]}
-        return {name.removeprefix(f"{self.label}, "): value for name, value in found.items()}  # the folder may be moved
+        checksums = super().fingerprint() | {f"{self.label}, names and places": digest.hexdigest()[:32]}
+        # Without the folder, which may be moved.
+        return {name.removeprefix(f"{self.label}, "): value for name, value in checksums.items()}
 
     @property
     def _whole(self) -> CenterCrop:

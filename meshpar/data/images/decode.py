@@ -31,16 +31,16 @@ def opened(picture: bytes) -> Any:
     library = pillow()
     limit = library.MAX_IMAGE_PIXELS
     try:
-        found = library.open(io.BytesIO(picture), formats=FORMATS)
+        image = library.open(io.BytesIO(picture), formats=FORMATS)
     except (library.DecompressionBombError, library.DecompressionBombWarning):
         raise CorruptRow(f"it claims more than {limit:,} pixels, the limit of Pillow") from None
     except Exception as error:
         raise CorruptRow(f"it cannot be decoded: {_said(error, library)}") from None
-    if limit and found.width * found.height > limit:
-        raise CorruptRow(f"it claims {found.width} x {found.height} pixels, more than {limit:,}, the limit of Pillow")
-    if found.mode.startswith(("I", "F")):
-        raise CorruptRow(f"it has numbers of more than 8 bits (Pillow's mode {found.mode})")
-    return found
+    if limit and image.width * image.height > limit:
+        raise CorruptRow(f"it claims {image.width} x {image.height} pixels, more than {limit:,}, the limit of Pillow")
+    if image.mode.startswith(("I", "F")):
+        raise CorruptRow(f"it has numbers of more than 8 bits (Pillow's mode {image.mode})")
+    return image
 
 
 def cropped(picture: Any, box: Box, size: Size, channels: int) -> np.ndarray:

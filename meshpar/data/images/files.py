@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshpar.data.documents import HEADING
+from meshpar.data.documents import no_data
 from meshpar.data.files import find_or_take
 from meshpar.data.images.shards import PictureShard
-from meshpar.errors import DataError, Problems
+from meshpar.data.reading import read_each
+from meshpar.errors import DataError
 
 
 def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], PictureShard]) -> tuple[PictureShard, ...]:
@@ -21,19 +22,12 @@ def opened(path: Path, glob: str, default: str, open_file: Callable[[Path], Pict
     Raises:
       DataError: lists the files that are not whole; or there is no picture.
     """
-    problems = Problems()
-    found: list[PictureShard] = []
-    for file in find_or_take(path, glob, default):
-        try:
-            found.append(open_file(file))
-        except ValueError as error:
-            problems.add(str(file), *map(str, error.args))
-    problems.raise_any(DataError, HEADING)
-    some = tuple(shard for shard in found if shard.length)
-    if not some:
-        problems.add(str(path), "has no pictures: its files are empty", "")
-    problems.raise_any(DataError, HEADING)
-    return some
+    files = find_or_take(path, glob, default)
+    shards = [shard for _, _, shard in read_each(zip(files, files, strict=True), open_file)]
+    with_pictures = tuple(shard for shard in shards if shard.length)
+    if not with_pictures:
+        raise no_data(str(path), "has no pictures: its files are empty")
+    return with_pictures
 
 
 def integer(label: object) -> int:

@@ -6,26 +6,25 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshpar.data.documents import HEADING
+from meshpar.data.documents import HEADING, no_data
 from meshpar.data.images.decode import SUFFIXES
+from meshpar.data.images.shards import PictureShard
 from meshpar.errors import DataError, Problems, suggestion
 from meshpar.regular_files import nearby, open_regular
 
 
 @dataclass(frozen=True)
-class ClassFolder:
+class ClassFolder(PictureShard):
     """The pictures of a class.
 
     Args:
-      folder: in which they are, at any depth.
+      path: of the folder in which they are, at any depth.
       files: their paths below the folder, sorted.
       label: the number of the class.
     """
 
-    folder: Path
     files: tuple[str, ...]
     label: int
-    blocks: None = None
 
     @property
     def length(self) -> int:
@@ -33,18 +32,17 @@ class ClassFolder:
 
     @property
     def signature(self) -> bytes:
-        return "\0".join([self.folder.name, *self.files]).encode()
+        return "\0".join([self.path.name, *self.files]).encode()
 
     def read(self, row: int) -> tuple[bytes, int]:
-        path = self.folder / self.files[row]
         try:
-            with open_regular(path) as file:
+            with open_regular(self.path / self.files[row]) as file:
                 return file.read(), self.label
         except OSError as error:
             raise DataError(f"it cannot be read: {error.strerror}") from None
 
     def where(self, row: int) -> str:
-        return str(self.folder / self.files[row])
+        return str(self.path / self.files[row])
 
 
 def class_names(path: Path) -> list[str]:
@@ -53,17 +51,14 @@ def class_names(path: Path) -> list[str]:
     Raises:
       DataError: there are none.
     """
-    problems = Problems()
-    found: list[str] = []
+    where = f"data.path = {str(path)!r}"
     if not os.path.isdir(path):
-        problems.add(f"data.path = {str(path)!r}", "there is no such folder", nearby(path))
-    else:
-        found = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-        if not found:
-            fix = "a folder for each class; or data.format=parquet, webdataset or array_record, for files with labels"
-            problems.add(f"data.path = {str(path)!r}", "contains no folder", fix)
-    problems.raise_any(DataError, HEADING)
-    return found
+        raise no_data(where, "there is no such folder", nearby(path))
+    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        fix = "a folder for each class; or data.format=parquet, webdataset or array_record, for files with labels"
+        raise no_data(where, "contains no folder", fix)
+    return names
 
 
 def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
@@ -76,7 +71,7 @@ def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
       DataError: a folder is no class, or there is no picture.
     """
     problems = Problems()
-    found = []
+    folders = []
     for name in class_names(path):
         if name not in classes:
             fix = suggestion(name, classes, f"the classes are {', '.join(classes[:10])}")
@@ -84,13 +79,13 @@ def of_folders(path: Path, classes: list[str]) -> tuple[ClassFolder, ...]:
             continue
         files = tuple(sorted(_pictures(path / name)))
         if files:
-            found.append(ClassFolder(path / name, files, classes.index(name)))
+            folders.append(ClassFolder(path / name, files, classes.index(name)))
         elif not problems.found:
             problems.add(
                 str(path / name), f"contains no picture ({', '.join(SUFFIXES)})", "remove the folder, or fill it"
             )
     problems.raise_any(DataError, HEADING)
-    return tuple(found)
+    return tuple(folders)
 
 
 def _pictures(folder: Path) -> list[str]:

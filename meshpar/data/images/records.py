@@ -7,23 +7,25 @@ from pathlib import Path
 
 from meshpar.data.array_record import features, record, source
 from meshpar.data.images.files import integer
+from meshpar.data.images.shards import PictureShard
 from meshpar.data.rows.source import CorruptRow
 from meshpar.errors import DataError
 
 
 @dataclass(frozen=True)
-class Records:
+class Records(PictureShard):
     """The pictures of an ArrayRecord file.
 
     Args:
       image, label: the names of the features.
     """
 
-    path: Path
-    length: int
     image: str
     label: str
-    blocks: None = None
+
+    @property
+    def length(self) -> int:
+        return len(source(self.path))
 
     @property
     def signature(self) -> bytes:
@@ -31,19 +33,16 @@ class Records:
 
     def read(self, row: int) -> tuple[bytes, int]:
         try:
-            found = features(record(source(self.path), row))
+            values = features(record(source(self.path), row))
         except ValueError as error:
             raise CorruptRow(*error.args[:1]) from None
         for key, name in {"image_field": self.image, "label_field": self.label}.items():
-            if len(found.get(name, ())) != 1:
-                raise DataError(f"it has no feature {name!r}\n    data.{key} is one of {', '.join(sorted(found))}")
-        picture = found[self.image][0]
+            if len(values.get(name, ())) != 1:
+                raise DataError(f"it has no feature {name!r}\n    data.{key} is one of {', '.join(sorted(values))}")
+        picture = values[self.image][0]
         if not isinstance(picture, bytes):
             raise DataError(f"its feature {self.image!r} is {picture!r}, not the bytes of a picture")
-        return picture, integer(found[self.label][0])
-
-    def where(self, row: int) -> str:
-        return f"{self.path}, row {row}"
+        return picture, integer(values[self.label][0])
 
 
 def open_records(path: Path, image: str, label: str) -> Records:
@@ -52,4 +51,5 @@ def open_records(path: Path, image: str, label: str) -> Records:
     Raises:
       ValueError: see `files.opened`.
     """
-    return Records(path, len(source(path)), image, label)
+    source(path)
+    return Records(path, image, label)

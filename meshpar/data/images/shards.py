@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from meshpar.errors import DataError
 
 
-class PictureShard(Protocol):
+@dataclass(frozen=True)
+class PictureShard(ABC):
     """The pictures of one file, or of one folder."""
 
+    path: Path
+
     @property
+    @abstractmethod
     def length(self) -> int: ...
 
     @property
     def blocks(self) -> np.ndarray | None:
         """Rows that are read together: where each block begins, and the length; None if rows are read one by one."""
-        ...
+        return None
 
     @property
+    @abstractmethod
     def signature(self) -> bytes:
         """Changes if another picture is at some row, as far as names and sizes tell."""
-        ...
 
+    @abstractmethod
     def read(self, row: int) -> tuple[bytes, int]:
         """The encoded picture and its class.
 
         Raises:
           DataError: they cannot be read.
         """
-        ...
 
     def where(self, row: int) -> str:
         """Names a picture for messages."""
-        ...
+        return f"{self.path}, row {row}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class PictureShards:
     num_classes: int | None = None
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._begins[-1])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         shard, row = self._place(index)
@@ -70,18 +76,16 @@ class PictureShards:
     @property
     def blocks(self) -> np.ndarray | None:
         """See `Indexed`; None if rows are read one by one."""
-        begins = self._ends - [shard.length for shard in self.shards]
-        of_shards = [
-            shard.blocks[:-1] + begin
-            for shard, begin in zip(self.shards, begins, strict=True)
-            if shard.blocks is not None
-        ]
-        return np.concatenate([*of_shards, [len(self)]]) if len(of_shards) == len(self.shards) else None
+        of_shards = [shard.blocks for shard in self.shards]
+        begins = zip(of_shards, self._begins.tolist(), strict=False)
+        blocks = [of_shard[:-1] + begin for of_shard, begin in begins if of_shard is not None]
+        return np.concatenate([*blocks, [len(self)]]) if len(blocks) == len(self.shards) else None
 
     def _place(self, index: int) -> tuple[PictureShard, int]:
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self.shards[shard], index - int(self._ends[shard]) + self.shards[shard].length
+        shard = int(np.searchsorted(self._begins, index, side="right")) - 1
+        return self.shards[shard], index - int(self._begins[shard])
 
     @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum([shard.length for shard in self.shards])
+    def _begins(self) -> np.ndarray:
+        """int64[shards + 1], where each begins, and the number of pictures."""
+        return np.cumsum([0, *(shard.length for shard in self.shards)])

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshpar.data.images.decode import SUFFIXES
 from meshpar.data.images.files import integer
+from meshpar.data.images.shards import PictureShard
 from meshpar.data.tars import members, named
 from meshpar.errors import DataError
 from meshpar.regular_files import open_regular
@@ -20,7 +21,7 @@ LONGEST_LABEL = 32
 
 
 @dataclass(frozen=True)
-class Tar:
+class Tar(PictureShard):
     """The pictures of a tar file.
 
     Args:
@@ -28,11 +29,9 @@ class Tar:
       labels: int64[n].
     """
 
-    path: Path
     start: np.ndarray
     size: np.ndarray
     labels: np.ndarray
-    blocks: None = None
 
     @property
     def length(self) -> int:
@@ -46,15 +45,12 @@ class Tar:
         size = int(self.size[row])
         try:
             with open_regular(self.path) as file:
-                found = os.pread(file.fileno(), size, int(self.start[row]))
+                content = os.pread(file.fileno(), size, int(self.start[row]))
         except OSError as error:
             raise DataError(f"it cannot be read: {error.strerror}") from None
-        if len(found) < size:
+        if len(content) < size:
             raise DataError("it is cut off: the file has become shorter since the run began")
-        return found, int(self.labels[row])
-
-    def where(self, row: int) -> str:
-        return f"{self.path}, row {row}"
+        return content, int(self.labels[row])
 
 
 def open_tar(path: Path, image: str | None, label: str) -> Tar:
@@ -74,8 +70,8 @@ def open_tar(path: Path, image: str | None, label: str) -> Tar:
         has = "picture" if "image" in rows[lonely[0]] else "label"
         fix = "data.image_field and data.label_field are the suffixes of the two"
         raise ValueError(f"{lonely[0]!r} has a {has} only, as {len(lonely)} of {len(rows)} rows", fix)
-    found = [(*row["image"], row["label"]) for row in rows.values()]
-    start, size, labels = np.array(found, np.int64).reshape(-1, 3).T
+    pictures = [(*row["image"], row["label"]) for row in rows.values()]
+    start, size, labels = np.array(pictures, np.int64).reshape(-1, 3).T
     return Tar(path, start, size, labels)
 
 

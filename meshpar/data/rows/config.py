@@ -7,10 +7,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshpar.config import Config, Count, Positive
 from meshpar.data.rows.dataset import RowDataset, Rows, StreamDataset, Transform, first_row
@@ -32,6 +32,8 @@ class RowData(Config):
     vocab_size: ClassVar[int] = 1
     documents_in_row: ClassVar[Literal["separate", "joined"]] = "joined"
     omitted: ClassVar[frozenset[str]] = frozenset()
+    held_out_key: ClassVar[str]
+    """The key that names rows of their own for evaluations."""
     tokenizer: ClassVar[Ids] = Ids(vocab_size=1, bos=0)
 
     batch_size: Positive = 16
@@ -47,6 +49,13 @@ class RowData(Config):
     """Processes that read rows ahead. Default: two threads."""
     if_changed: Literal["refuse", "allow"] = "refuse"
     """Whether a run may resume if the rows have changed: their number, the first or the last."""
+
+    @model_validator(mode="after")
+    def _hold_out_once(self) -> Self:
+        if getattr(self, self.held_out_key) is not None and self.held_out_fraction is not None:
+            what = f"held_out_fraction = {self.held_out_fraction}: {self.held_out_key} names the rows of evaluations"
+            raise ValueError(f"{what}, so that no fraction is drawn; leave one of them out")
+        return self
 
     @property
     @abstractmethod
@@ -102,44 +111,43 @@ class RowData(Config):
           DataError: the rows do not exist or cannot be read, or one side of the split is empty.
         """
         source, held_out = self.sources
-        spec = replace(self.row_spec, bounds=bounds or {})
-        chosen = rest = None
-        if held_out is None:
-            if not isinstance(source, Indexed):
-                what = f"{source.name} is a stream, of which no fraction can be held out"
-                raise DataError(f"{what}; data.held_out={{...}} names the arguments of the held-out rows")
-            fraction = self.held_out_fraction or HELD_OUT
-            is_held_out = np.random.default_rng(0).random(source.length) < fraction
-            chosen, rest = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
-            if not len(chosen) or not len(rest):
-                what = f"{source.length} rows cannot be split: data.held_out_fraction = {fraction}"
-                raise DataError(f"{source.name}: {what} holds out {len(chosen)} of them; another fraction")
-            train = RowDataset(source, spec, self.batch_size, seed, rest)
-        else:
-            train = self._read(source, spec, seed)
-        evaluated = self._evaluated(held_out or source, spec, chosen)
-        evaluated = replace(evaluated, transform=self.held_out_transform)
-        if self.skips_corrupt:
-            train, evaluated = (replace(rows, skipped=Skipped()) for rows in (train, evaluated))
-        return replace(train, transform=self.row_transform(rest), workers=self.workers), evaluated
-
-    def _read(self, source: Source, spec: RowSpec, seed: int | None) -> Rows:
-        if isinstance(source, Indexed):
-            return RowDataset(source, spec, self.batch_size, seed)
-        if self.workers:
+        trained, evaluated = self._split(source) if held_out is None else (None, None)
+        held_out = held_out or source
+        if self.workers and not isinstance(source, Indexed):
             what = f"data.workers = {self.workers}: {source.name} is a stream, which one process reads in order"
             raise DataError(f"{what}; data.workers=0, or rows by index")
-        return StreamDataset(source, spec, self.batch_size, seed)
-
-    def _evaluated(self, source: Source, spec: RowSpec, chosen: np.ndarray | None) -> Rows:
-        if not isinstance(source, Indexed):
-            if self.held_out_rows:
-                what = f"data.held_out_rows = {self.held_out_rows}: {source.name} is a stream"
-                raise DataError(f"{what}; let the stream end there")
-            return StreamDataset(source, spec, self.batch_size, None)
         if self.held_out_rows:
-            chosen = (np.arange(source.length) if chosen is None else chosen)[: self.held_out_rows]
-        return RowDataset(source, spec, self.batch_size, None, chosen)
+            if not isinstance(held_out, Indexed):
+                what = f"data.held_out_rows = {self.held_out_rows}: {held_out.name} is a stream"
+                raise DataError(f"{what}; let the stream end there")
+            evaluated = (np.arange(held_out.length) if evaluated is None else evaluated)[: self.held_out_rows]
+        spec = replace(self.row_spec, bounds=bounds or {})
+        train = self._rows(source, spec, seed, trained, self.row_transform(trained), self.workers)
+        return train, self._rows(held_out, spec, None, evaluated, self.held_out_transform, 0)
+
+    def _split(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that are trained on, and those that are held out."""
+        if not isinstance(source, Indexed):
+            what = f"{source.name} is a stream, of which no fraction can be held out"
+            raise DataError(f"{what}; data.held_out={{...}} names the arguments of the held-out rows")
+        fraction = self.held_out_fraction or HELD_OUT
+        is_held_out = np.random.default_rng(0).random(source.length) < fraction
+        trained, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+        if not len(held_out) or not len(trained):
+            what = f"{source.length} rows cannot be split: data.held_out_fraction = {fraction}"
+            raise DataError(f"{source.name}: {what} holds out {len(held_out)} of them; another fraction")
+        return trained, held_out
+
+    def _rows(
+        self, source: Source, spec: RowSpec, seed: int | None, chosen: np.ndarray | None, transform: Transform | None,
+        workers: int,
+    ) -> Rows:  # fmt: skip
+        if not isinstance(source, Indexed):
+            return StreamDataset(source, spec, self.batch_size, seed, transform=transform)
+        skipped = Skipped() if self.skips_corrupt else None
+        return RowDataset(
+            source, spec, self.batch_size, seed, chosen, transform=transform, workers=workers, skipped=skipped
+        )
 
     def fingerprint(self) -> dict[str, str]:
         """Checksums of the first and last row, and the number of rows: what a run that resumes is compared with."""

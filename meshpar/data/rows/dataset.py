@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshpar.data import grain_alone
 from meshpar.data.order import Order
 from meshpar.data.rows.block_order import BlockOrder
 from meshpar.data.rows.skipped import Skipped
 from meshpar.data.rows.source import CorruptRow, Indexed, Row, Stream, as_row
 from meshpar.data.rows.spec import COUNTED, RowSpec
+from meshpar.data.with_grain import read_ahead, shuffled
 from meshpar.errors import DataError
 
 Batch = dict[str, np.ndarray]
@@ -93,28 +94,17 @@ class RowDataset:
         Args:
           rows: int[n]. The rows of each batch to read; default: all.
         """
-        grain = grain_alone.load()
         chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
-        indices = grain.MapDataset.range(start, len(self)) if start < len(self) else grain.MapDataset.source([])
-        reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         if self.workers:
             self._check_sendable()
-            grain_alone.allow_workers()
-            reads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        batches = indices.map(_Read(self, chosen)).to_iter_dataset(reads)
-        if self.workers:
-            batches = batches.mp_prefetch(grain.MultiprocessingOptions(self.workers, per_worker_buffer_size=2))
-        iterator = iter(batches)
-        try:
-            for found in iterator:
+        with closing(read_ahead(_Read(self, chosen), start, len(self), self.workers)) as results:
+            for found in results:
                 if isinstance(found, str):
                     raise DataError(found)
                 batch, wrong = found
                 if self.skipped is not None:
                     self.skipped.add(wrong)
                 yield batch
-        finally:
-            iterator.close()
 
     def in_order(self, order: Order) -> RowDataset:
         """The same rows, each read when the order says."""
@@ -138,12 +128,11 @@ class RowDataset:
 
     @cached_property
     def _shuffled(self) -> Any:
-        """Place in the endless sequence -> row. Grain computes the order without storing a permutation."""
+        """Place in the endless sequence -> row."""
         if (blocks := self.source.blocks) is not None:
             ends = blocks if self.chosen is None else np.searchsorted(self.chosen, blocks)
             return BlockOrder(np.unique(ends), self.seed or 0)
-        seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
-        return grain_alone.load().MapDataset.range(self.num_rows).shuffle(seed=seed).repeat()
+        return shuffled([self.num_rows], self.seed or 0)[0]
 
     def _check_sendable(self) -> None:
         try:
@@ -183,8 +172,7 @@ class StreamDataset:
     seed: int | None
     order: Order = field(default_factory=Order)
     transform: Transform | None = None
-    workers: int = 0
-    skipped: Skipped | None = None
+    skipped: ClassVar[None] = None
 
     def batches(self, start: int = 0, rows: ArrayLike | None = None) -> Generator[Batch, None, None]:
         """Iterates over the batches from `start` on, after the rows before them, which are read and dropped."""

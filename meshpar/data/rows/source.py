@@ -45,14 +45,14 @@ class Indexed:
         """The row of this index, or a DataError that names the row."""
         where = self.where(index)
         try:
-            found = self.items[int(index)]
+            item = self.items[int(index)]
         except CorruptRow:
             raise
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         except Exception as error:
             raise DataError(f"{where} cannot be read: {_said(error)}") from error
-        return as_row(found, where)
+        return as_row(item, where)
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Stream:
         while True:
             where = f"{self.name}, row {index}"
             try:
-                found = next(iterator)
+                item = next(iterator)
             except StopIteration:
                 return
             except DataError as error:
                 raise DataError(f"{where}: {error}") from None
             except Exception as error:
                 raise DataError(f"{where} cannot be read: {_said(error)}") from error
-            yield as_row(found, where)
+            yield as_row(item, where)
             index += 1
 
 
@@ -108,20 +108,20 @@ def as_source(make: Callable[[], Any], name: str) -> Source:
     Raises:
       DataError: `make` returns something else, no rows, or an endless data set.
     """
-    found = make()
-    if isinstance(found, Mapping):
-        return Indexed(name, Columns(found), _length_of_columns(found, name))
-    if hasattr(found, "with_format") and hasattr(found, "features"):  # Hugging Face `datasets`
-        found = found.with_format("numpy")
-    if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
-        length = len(found)
+    rows = make()
+    if isinstance(rows, Mapping):
+        return Indexed(name, Columns(rows), _length_of_columns(rows, name))
+    if hasattr(rows, "with_format") and hasattr(rows, "features"):  # Hugging Face `datasets`
+        rows = rows.with_format("numpy")
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+        length = len(rows)
         if length == 0:
             raise DataError(f"{name} has no rows")
         if length == sys.maxsize:
             raise DataError(f"{name} repeats its rows without end: leave out repeat(), since each epoch repeats them")
-        return Indexed(name, found, length)
-    if hasattr(found, "__iter__"):
-        first = iter(found)
+        return Indexed(name, rows, length)
+    if hasattr(rows, "__iter__"):
+        first = iter(rows)
 
         def start() -> Iterator[Any]:
             nonlocal first
@@ -129,24 +129,24 @@ def as_source(make: Callable[[], Any], name: str) -> Source:
             return iter(make()) if iterator is None else iterator
 
         return Stream(name, start)
-    what = f"{name} returned {type(found).__name__}, which has no rows"
+    what = f"{name} returned {type(rows).__name__}, which has no rows"
     fix = "a Grain or Hugging Face data set, a mapping of arrays, __len__ with __getitem__, or an iterator"
     raise DataError(f"{what}; return {fix}")
 
 
-def as_row(found: Any, where: str) -> Row:
+def as_row(item: Any, where: str) -> Row:
     """A row with the names of nested mappings joined by dots.
 
     Raises:
       DataError: it is no mapping of names to arrays.
     """
-    if found is None:
+    if item is None:
         raise DataError(f"{where} is None: a filtered data set has no rows by index; use its to_iter_dataset()")
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        kind = type(found).__name__
+    if not isinstance(item, Mapping) or not all(isinstance(name, str) for name in item):
+        kind = type(item).__name__
         raise DataError(f"{where} is a {kind}, not a mapping of names to arrays; return {{'image': x, 'label': y}}")
     row: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in item.items():
         if isinstance(value, Mapping):
             row.update({f"{name}.{inner}": x for inner, x in as_row(value, where).items()})
         else:

@@ -10,17 +10,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
-from meshpar.checkpoint.durable import make_folder, sync, sync_tree
+from meshpar.checkpoint.durable import make_folder, sync
 from meshpar.data.corpus import TextCorpus
 from meshpar.data.documents import HEADING, no_data, one_sided
 from meshpar.data.file_ranges import FileRange, cut
@@ -47,6 +45,7 @@ from meshpar.data.shards.manifest import (
 )
 from meshpar.data.shards.stored import SideWriter
 from meshpar.data.tokenizer import Tokenizer, TokenizerFile
+from meshpar.data.whole_folder import PARTIAL, discard, partial_name, writing, written
 from meshpar.errors import DataError, DataWarning, Problems, RunError
 
 SHARD_BYTES = 2**28
@@ -112,34 +111,30 @@ def build(
     began = time.monotonic()
     files = corpus.files()
     plan = _plan(corpus, files, shard_bytes)
-    with _writing(folder):
+    with writing(_option(folder)):
         _begin(folder, plan, corpus.tokenizer)
     ranges = list(cut(files, shard_bytes, corpus.units))
-    found = {i: shard for i in range(len(ranges)) if (shard := _finished(folder, i, len(ranges), corpus.ids_dtype))}
-    mine = [i for i in range(part[0] - 1, len(ranges), part[1]) if i not in found]
+    finished = {i: shard for i in range(len(ranges)) if (shard := _finished(folder, i, len(ranges), corpus.ids_dtype))}
+    mine = [i for i in range(part[0] - 1, len(ranges), part[1]) if i not in finished]
     tasks = {i: partial(_encode, corpus, ranges[i], folder, shard_name(i, len(ranges))) for i in mine}
     for i, shard in _run(tasks, processes):
-        found[i] = shard
-        num = f"{_documents(shard):,} documents, {_tokens(shard):,} tokens"
+        finished[i] = shard
+        num = f"{shard.documents:,} documents, {shard.tokens:,} tokens"
         say(f"shard {i + 1} of {len(ranges)}: {num}")
     _agree(folder, plan, _plan(corpus, files, shard_bytes), "while they were read")
-    missing = len(ranges) - len(found)
+    missing = len(ranges) - len(finished)
     if not missing:
-        with _writing(folder):
-            _publish(folder, plan, [found[i] for i in range(len(ranges))], corpus.ids_dtype)
+        with writing(_option(folder)):
+            _publish(folder, plan, [finished[i] for i in range(len(ranges))], corpus.ids_dtype)
     return Built(
-        folder=folder, shards=len(ranges), missing=missing, documents=sum(map(_documents, found.values())),
-        tokens=sum(map(_tokens, found.values())), encoded=sum(_tokens(found[i]) for i in mine),
+        folder=folder,
+        shards=len(ranges),
+        missing=missing,
+        documents=sum(shard.documents for shard in finished.values()),
+        tokens=sum(shard.tokens for shard in finished.values()),
+        encoded=sum(finished[i].tokens for i in mine),
         seconds=time.monotonic() - began,
-    )  # fmt: skip
-
-
-def _documents(shard: ShardNumbers) -> int:
-    return shard.train.documents + shard.held_out.documents
-
-
-def _tokens(shard: ShardNumbers) -> int:
-    return shard.train.tokens + shard.held_out.tokens
+    )
 
 
 # The plan -------------------------------------------------------------------------------------------------------
@@ -178,13 +173,13 @@ def _begin(folder: Path, plan: BuildPlan, tokenizer: Tokenizer) -> None:
     if (folder / PLAN).is_file():
         before = read(folder / PLAN, BuildPlan, NEW_FOLDER)
         _agree(folder, before, plan, "since this build began")
-    elif folder.is_dir() and any(not one.name.startswith("partial-") for one in folder.iterdir()):
-        raise no_data(f"--output {folder}", "has other files than shards", "a folder that is empty or not there")
+    elif folder.is_dir() and any(not one.name.startswith(PARTIAL) for one in folder.iterdir()):
+        raise no_data(_option(folder), "has other files than shards", "a folder that is empty or not there")
     make_folder(folder)
     if isinstance(tokenizer, TokenizerFile):
         copy = folder / TOKENIZER
         if not copy.is_file() or checksum(copy) != plan.tokenizer.sha256:
-            partial_copy = copy.with_name(f"partial-{uuid4().hex}")
+            partial_copy = partial_name(copy)
             shutil.copyfile(tokenizer.path, partial_copy)
             sync(partial_copy)
             partial_copy.rename(copy)
@@ -272,30 +267,18 @@ def _end_with_parent() -> None:
 
 
 def _encode(corpus: TextCorpus, files: FileRange, folder: Path, name: str) -> ShardNumbers:
-    """Writes one shard, which appears complete, by a rename."""
-    partial = folder / f"partial-{uuid4().hex}"
+    """Writes one shard."""
     dtype = corpus.ids_dtype
     shares: list[float] = []
-    try:
-        with _writing(folder):
-            partial.mkdir()
-            with SideWriter(partial / TRAIN, dtype) as train, SideWriter(partial / HELD_OUT, dtype) as held_out:
-                for share, ids in _read(corpus, files):
-                    (held_out if share < corpus.held_out_fraction else train).add(ids)
-                    shares = extremes(sorted([*shares, share]))
-            sides = [Side(documents=one.num_documents, tokens=one.num_tokens) for one in (train, held_out)]
-            shard = ShardNumbers(train=sides[0], held_out=sides[1], crc32=train.crc32 | held_out.crc32, shares=shares)
-            write(partial / SHARD, shard)
-            sync_tree(partial)
-            try:
-                partial.rename(folder / name)
-            except OSError:
-                if not (folder / name).is_dir():  # otherwise another build has written the same shard
-                    raise
-            sync(folder)
-        return shard
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with written(folder / name, _option(folder)) as partial, writing(_option(folder)):
+        with SideWriter(partial / TRAIN, dtype) as train, SideWriter(partial / HELD_OUT, dtype) as held_out:
+            for share, ids in _read(corpus, files):
+                (held_out if share < corpus.held_out_fraction else train).add(ids)
+                shares = extremes(sorted([*shares, share]))
+        sides = [Side(documents=one.num_documents, tokens=one.num_tokens) for one in (train, held_out)]
+        shard = ShardNumbers(train=sides[0], held_out=sides[1], crc32=train.crc32 | held_out.crc32, shares=shares)
+        write(partial / SHARD, shard)
+    return shard
 
 
 def _read(corpus: TextCorpus, files: FileRange) -> Iterator[tuple[float, np.ndarray]]:
@@ -312,39 +295,32 @@ def _finished(folder: Path, index: int, num: int, dtype: np.dtype) -> ShardNumbe
         return None
     try:
         shard = read(place / SHARD, ShardNumbers, "")
-        found = [path.name for path, _ in damages(place, shard, dtype)]
-        found = found or [name for name, crc in shard.crc32.items() if crc32(place / name) != crc]
+        damaged = [path.name for path, _ in damages(place, shard, dtype)]
+        damaged = damaged or [name for name, crc in shard.crc32.items() if crc32(place / name) != crc]
     except (DataError, OSError):
-        found = [SHARD]
+        damaged = [SHARD]
     else:
-        if not found:
+        if not damaged:
             return shard
-    warnings.warn(f"{place}: damaged ({', '.join(found)}); it is encoded again", DataWarning, stacklevel=3)
-    aside = folder / f"partial-{uuid4().hex}"
-    with _writing(folder), suppress(FileNotFoundError):
-        place.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    warnings.warn(f"{place}: damaged ({', '.join(damaged)}); it is encoded again", DataWarning, stacklevel=3)
+    discard(place, _option(folder))
     return None
 
 
 def _publish(folder: Path, plan: BuildPlan, shards: list[ShardNumbers], dtype: np.dtype) -> None:
     """Writes the manifest: from now on the shards can be read."""
-    num = sum(map(_documents, shards))
+    num = sum(shard.documents for shard in shards)
     if not all(sum(shard.side(side).documents for shard in shards) for side in (TRAIN, HELD_OUT)):
         shares = extremes(sorted(share for shard in shards for share in shard.shares))
         raise one_sided(shares, num, plan.held_out_fraction)
-    found = Manifest(
+    manifest = Manifest(
         version=VERSION, dtype=dtype.name, tokenizer=plan.tokenizer,  # pyright: ignore
         held_out_fraction=plan.held_out_fraction, sources=checksum(folder / PLAN), shards=shards,
     )  # fmt: skip
-    write(folder / MANIFEST, found)
-    for left in folder.glob("partial-*"):  # of builds that were killed
+    write(folder / MANIFEST, manifest)
+    for left in folder.glob(f"{PARTIAL}*"):  # of builds that were killed
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise no_data(f"--output {folder}", f"cannot be written: {error.strerror}") from None
+def _option(folder: Path) -> str:
+    return f"--output {folder}"

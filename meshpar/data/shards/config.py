@@ -54,38 +54,37 @@ class Shards(Corpus):
         return {MANIFEST: Path(self.path) / MANIFEST}
 
     def rows(self) -> tuple[PackedRows, PackedRows]:
-        found = self.manifest
-        self._check(found)
-        joined = self.documents_in_row == "joined"
-        train, held_out = (PackedRows(self._documents(found, side), self.seq_len, joined) for side in (TRAIN, HELD_OUT))
+        manifest = self.manifest
+        self._check(manifest)
+        train, held_out = (self.packed(self._documents(manifest, side)) for side in (TRAIN, HELD_OUT))
         return train, held_out
 
-    def _documents(self, found: Manifest, side: str) -> StoredDocuments:
-        num = len(found.shards)
-        sides = [shard.side(side) for shard in found.shards]
+    def _documents(self, manifest: Manifest, side: str) -> StoredDocuments:
+        num = len(manifest.shards)
+        sides = [shard.side(side) for shard in manifest.shards]
         return StoredDocuments(
             shards=tuple(Path(self.path) / shard_name(i, num) / side for i in range(num)),
             ends=np.cumsum([one.tokens for one in sides], dtype=np.int64),
             num_documents=sum(one.documents for one in sides),
-            dtype=np.dtype(found.dtype),
-            bos=found.tokenizer.bos,
-            vocab_size=found.tokenizer.vocab_size,
+            dtype=np.dtype(manifest.dtype),
+            bos=manifest.tokenizer.bos,
+            vocab_size=manifest.tokenizer.vocab_size,
         )
 
-    def _check(self, found: Manifest) -> None:
+    def _check(self, manifest: Manifest) -> None:
         problems = Problems()
-        if found.held_out_fraction != self.held_out_fraction:
-            what = f"the shards were built with {found.held_out_fraction:g}, which decided where each document is"
-            fix = f"data.held_out_fraction={found.held_out_fraction:g}, or build them again"
+        if manifest.held_out_fraction != self.held_out_fraction:
+            what = f"the shards were built with {manifest.held_out_fraction:g}, which decided where each document is"
+            fix = f"data.held_out_fraction={manifest.held_out_fraction:g}, or build them again"
             problems.add(f"data.held_out_fraction = {self.held_out_fraction:g}", what, fix)
-        num = len(found.shards)
-        for i, shard in enumerate(found.shards):
-            for path, what in damages(Path(self.path) / shard_name(i, num), shard, np.dtype(found.dtype)):
+        num = len(manifest.shards)
+        for i, shard in enumerate(manifest.shards):
+            for path, what in damages(Path(self.path) / shard_name(i, num), shard, np.dtype(manifest.dtype)):
                 problems.add(str(path), what, AGAIN)
         tokenizer = self.tokenizer
         if isinstance(tokenizer, TokenizerFile):
             try:
-                is_same = checksum(Path(tokenizer.path)) == found.tokenizer.sha256
+                is_same = checksum(Path(tokenizer.path)) == manifest.tokenizer.sha256
                 what = "" if is_same else "is not the tokenizer that encoded the shards"
             except OSError as error:
                 what = f"cannot be read: {error.strerror}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +24,7 @@ from pydantic import Field
 from meshpar.checkpoint.durable import sync
 from meshpar.data.documents import no_data
 from meshpar.data.tokenizer import Bytes, Ids, TokenizerFile
+from meshpar.data.unmodified import kept_while_unmodified
 from meshpar.errors import DataError
 from meshpar.regular_files import nearby, open_regular
 
@@ -62,16 +62,24 @@ class ShardNumbers(_Record):
     crc32: dict[str, Natural]
     shares: list[float]
 
+    @property
+    def documents(self) -> int:
+        return self.train.documents + self.held_out.documents
+
+    @property
+    def tokens(self) -> int:
+        return self.train.tokens + self.held_out.tokens
+
     def side(self, name: str) -> Side:
         return self.train if name == TRAIN else self.held_out
 
     def sizes(self, dtype: np.dtype) -> dict[str, int]:
         """File name -> bytes."""
-        found = {}
+        sizes = {}
         for name in (TRAIN, HELD_OUT):
             tokens = self.side(name).tokens
-            found |= {f"{name}.ids": tokens * dtype.itemsize, f"{name}.opens": -(-tokens // 8)}
-        return found
+            sizes |= {f"{name}.ids": tokens * dtype.itemsize, f"{name}.opens": -(-tokens // 8)}
+        return sizes
 
 
 class StoredTokenizer(_Record):
@@ -171,8 +179,7 @@ def manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     again = "meshpar data build CONFIG --output " + str(folder)
     try:
-        stat = path.stat()
-        return _manifest(path, stat.st_mtime_ns, stat.st_size)
+        return _manifest(path)
     except FileNotFoundError:
         if (folder / PLAN).is_file():
             raise no_data(str(folder), "its build has not ended", f"{again} goes on with it") from None
@@ -182,27 +189,26 @@ def manifest(folder: Path) -> Manifest:
         raise no_data(str(path), f"cannot be read: {error.strerror}") from None
 
 
-@lru_cache(maxsize=4)
-def _manifest(path: Path, modified_ns: int, size: int) -> Manifest:
-    """A file is read again only after it is modified."""
+@kept_while_unmodified(4)
+def _manifest(path: Path) -> Manifest:
     return read(path, Manifest, "build the shards again in an empty folder")
 
 
 def damages(folder: Path, shard: ShardNumbers, dtype: np.dtype) -> list[tuple[Path, str]]:
     """Each file of a shard that is missing or has another size, and what is wrong with it."""
-    found = []
+    damaged = []
     for name, size in shard.sizes(dtype).items():
         path = folder / name
         try:
             there = path.stat().st_size
         except OSError as error:
-            found.append((path, f"cannot be read: {error.strerror}"))
+            damaged.append((path, f"cannot be read: {error.strerror}"))
             continue
         if there != size:
             at = there // dtype.itemsize if name.endswith(".ids") else there * 8
             what = f"ends at token {at}" if there < size else "has more than its tokens"
-            found.append((path, f"{what}: it has {there} bytes, and {size} were written"))
-    return found
+            damaged.append((path, f"{what}: it has {there} bytes, and {size} were written"))
+    return damaged
 
 
 def extremes(shares: Sequence[float]) -> list[float]:

@@ -146,13 +146,13 @@ class StoredDocuments:
 
     def _bytes(self, path: Path, start: int, stop: int) -> bytes:
         try:
-            found = self._opened(path).read(start, stop)
+            content = self._opened(path).read(start, stop)
         except OSError as error:
             raise no_data(str(path), f"cannot be read: {error.strerror}", AGAIN) from None
-        if len(found) < stop - start:
+        if len(content) < stop - start:
             what = f"ends at byte {path.stat().st_size}: it was cut off while the run read it"
             raise no_data(str(path), what, AGAIN)
-        return found
+        return content
 
     @cached_property
     def _opened(self) -> Callable[[Path], _Open]:
