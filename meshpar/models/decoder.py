@@ -24,7 +24,7 @@ from meshpar.nn.lora import LoRA, without_lora
 from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
 from meshpar.parallel.checks import check_rules
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.projection import describe_chunk
+from meshpar.train.chunks import describe_chunk
 from meshpar.train.loss import next_token_loss
 from meshpar.train.preferences import Copy, carried_reference
 from meshpar.tree import flatten_with_paths

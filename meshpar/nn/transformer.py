@@ -32,8 +32,7 @@ from meshpar.nn.remat import Activation, Remat, named
 from meshpar.nn.rotary import RopeAngles, Scaling, rope_angles
 from meshpar.parallel.context import constrain, planned, platform
 from meshpar.parallel.data import gathering_again
-from meshpar.parallel.outputs import Auxiliary, Outputs, with_auxiliary
-from meshpar.parallel.projection import Projection
+from meshpar.parallel.outputs import Auxiliary, OutputProjection, Outputs, with_auxiliary
 from meshpar.parallel.xla import is_unrolled
 
 Batch = dict[str, Int[Array, "..."] | Bool[Array, "..."]]
@@ -415,8 +414,8 @@ class Transformer(nnx.Module):
         policy = gathering_again(self.model.remat.checkpoint_policy())
         return jax.checkpoint(layer, policy=policy, prevent_cse=needs_barriers)
 
-    def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> Projection:
-        return Projection(self.norm(x_BRD), self.head[...] if tied_VD is None else tied_VD.T)
+    def _project(self, x_BRD: Float[Array, "B R D"], tied_VD: Float[Array, "V D"] | None) -> OutputProjection:
+        return OutputProjection(self.norm(x_BRD), self.head[...] if tied_VD is None else tied_VD.T)
 
 
 def _rows(begin: int, repeats: int, num: int, x: jax.Array) -> jax.Array:

@@ -18,8 +18,7 @@ from meshpar.nn.attention.shards import Shards, attend
 from meshpar.nn.attention.tables import BlockGrid, ShardTables, num_visible_pairs
 from meshpar.parallel.context import constrain
 from meshpar.parallel.precision import wide
-from meshpar.parallel.sequence import SequenceLayout
-from meshpar.parallel.tensor import SEQ
+from meshpar.parallel.sequence import SEQ, SequenceLayout
 
 BLOCK_SIZE = 128
 GPU_BLOCK_SIZE = 512

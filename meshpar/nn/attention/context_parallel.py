@@ -24,9 +24,8 @@ from meshpar.nn.attention.shards import Shards
 from meshpar.nn.attention.tables import BlockGrid, ShardTables
 from meshpar.parallel.checks import check_pairs
 from meshpar.parallel.context import ParallelContext, current, manual
-from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.sequence import SEQ, SequenceLayout
 from meshpar.parallel.strategies import Parallel
-from meshpar.parallel.tensor import SEQ
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
 

@@ -22,9 +22,8 @@ from meshpar.nn.attention.shards import Shards
 from meshpar.nn.attention.tables import BlockGrid, ShardTables
 from meshpar.nn.attention.zigzag import Zigzag
 from meshpar.parallel.context import current, platform
-from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.sequence import SEQ, SequenceLayout
 from meshpar.parallel.strategies import Parallel
-from meshpar.parallel.tensor import SEQ
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
 

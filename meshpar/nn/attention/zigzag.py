@@ -14,7 +14,7 @@ from jax import lax
 
 from meshpar.collectives.permute import permute
 from meshpar.mesh.varying import Axes
-from meshpar.parallel.tensor import SEQ
+from meshpar.parallel.sequence import SEQ
 
 
 @dataclass(frozen=True)
