@@ -18,10 +18,11 @@ from meshpar.nn.attention import context_parallel
 from meshpar.nn.attention.core import Setting, of_run
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.compressed import dequantized
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.lora import LoRA, without_lora
-from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
+from meshpar.nn.transformer import BLOCKS, Transformer
 from meshpar.parallel.checks import check_rules
 from meshpar.parallel.context import ParallelContext
 from meshpar.train.chunks import describe_chunk

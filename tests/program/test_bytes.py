@@ -21,8 +21,8 @@ from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.lora import LoRA
-from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.parallel import data
