@@ -15,8 +15,8 @@ from meshpar.errors import Problems
 from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task, Vocabulary
 from meshpar.models.reference import Scale, decoder_sizes
 from meshpar.nn.attention import context_parallel
-from meshpar.nn.attention.core import Setting, of_run
 from meshpar.nn.attention.kernel import Kernel
+from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.compressed import dequantized
 from meshpar.nn.decoder import Decoder
 from meshpar.nn.describe import describe, functional

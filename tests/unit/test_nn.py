@@ -15,7 +15,7 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention.core import Reference, causal, dot_product_attention
+from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout, silu_product
 from meshpar.nn.rotary import Interpolated, Llama3, _rotate, apply_rope, rope_angles

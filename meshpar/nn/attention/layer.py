@@ -14,8 +14,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.context_parallel import across_shards, sent_key_heads
+from meshpar.nn.attention.context_parallel import across_shards
 from meshpar.nn.attention.core import CachedCore, Core, Window
+from meshpar.nn.attention.exchange import sent_key_heads
 from meshpar.nn.layers import Projection, RMSNorm, filled, within_layer
 from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
