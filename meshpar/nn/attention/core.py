@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from meshpar.parallel.context import current, manual_axes
-from meshpar.parallel.local import varies_over, varying
+from meshpar.parallel.context import current
 
 Window = Int[Array, ""] | int | None
 """How many tokens a query attends to, including its own; None for all up to its own. An array if layers differ."""
@@ -121,18 +120,3 @@ def needed_scores(seq_len: int, window: Window) -> Fraction:
     """
     width = min(window, seq_len) if isinstance(window, int) else seq_len
     return seq_len * width - Fraction(width**2, 2)
-
-
-def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:
-    """Selects the key heads of the local query heads if the rules shard `heads` but not `kv_heads`; else all.
-
-    If all local query heads share one key head, it is the only one; else each query head gets its own.
-    """
-    axes = manual_axes("heads")
-    if axes == manual_axes("kv_heads"):
-        return k_BTKh
-    heads = q_BSHh.shape[2]
-    group = heads * jax.lax.axis_size(axes) // k_BTKh.shape[2]
-    first = jax.lax.axis_index(axes) * heads
-    which = (first + jnp.arange(1 if group % heads == 0 else heads, dtype=jnp.int32)) // group
-    return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)
