@@ -29,9 +29,9 @@ from jax import lax
 
 from meshpar.collectives.matmul import PRODUCT
 from meshpar.collectives.reduction import Reduce
+from meshpar.mesh.varying import Axes, varies_over, varying, varying_like
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.context import ParallelContext, current, manual
-from meshpar.parallel.local import Axes, varies_over, varying, varying_like
 from meshpar.parallel.precision import Mixed, computed_in, is_mixed, sum_dtype, wide
 from meshpar.sharding.resolve import sharding_axes
 

@@ -19,8 +19,9 @@ from itertools import groupby
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from meshpar.mesh.varying import varying
 from meshpar.parallel.context import manual_axes
-from meshpar.parallel.local import shard, varying
+from meshpar.parallel.local import shard
 from meshpar.parallel.sequence import SEQ
 
 

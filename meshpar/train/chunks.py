@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from meshpar.mesh.varying import varying_like
 from meshpar.parallel.context import constrain, current
-from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
 from meshpar.parallel.sequence import SEQ
 from meshpar.tree import human_bytes

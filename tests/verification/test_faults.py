@@ -14,9 +14,9 @@ from jax import lax
 
 from meshpar import AxisRules, LossSums, MeshLayout, Verification, training, verify
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.mesh.varying import varying
 from meshpar.parallel import data, tensor
 from meshpar.parallel.context import ParallelContext, manual, manual_axes
-from meshpar.parallel.local import varying
 from meshpar.train import gradients, token_loss
 from meshpar.train.step import Update
 from tests.verification import toy as toys

@@ -15,10 +15,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshpar.mesh.varying import varies_over, varying
 from meshpar.nn.attention.exchange import HEADS, sent_key_heads
 from meshpar.nn.layers import within_layer
 from meshpar.parallel.context import constrain, manual_axes, planned
-from meshpar.parallel.local import varies_over, varying
 from meshpar.parallel.sequence import SEQ
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
