@@ -19,7 +19,8 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # Every call is checked against the shapes and dtypes in its signature, local shards and global arrays alike.
-hook = install_import_hook(["meshpar.nn", "meshpar.parallel"], "beartype.beartype")
+CHECKED = ("nn", "parallel", "train.token_loss", "train.chunks", "serve.vocabulary")
+hook = install_import_hook([f"meshpar.{name}" for name in CHECKED], "beartype.beartype")
 
 from tests.command import Said, exit_code  # noqa: E402 (what the hook checks is imported after it)
 

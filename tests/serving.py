@@ -15,10 +15,10 @@ from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
 from meshpar.nn.attention.codes import CacheFormat
 from meshpar.nn.attention.paged import EmptyPages, PagedCache
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.describe import functional
 from meshpar.nn.experts import Experts
 from meshpar.nn.rotary import Llama3
-from meshpar.nn.transformer import Decoder
 from meshpar.parallel.context import ParallelContext
 from meshpar.serve.batch import requests_of
 from meshpar.serve.drafts import Drafter

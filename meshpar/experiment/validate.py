@@ -18,7 +18,6 @@ from meshpar.models.contract import LayerStack, Task
 from meshpar.nn.experts import Experts
 from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.checks import (
-    MATMUL,
     check_float64,
     check_number_format,
     check_own_layers,
@@ -229,9 +228,6 @@ def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
         check_number_format(ctx, "the loss of an imported model", getattr(run.model, "manual", False), problems)
         return
     check_qwix(problems)
-    if ctx.axes("heads") != ctx.axes("kv_heads"):
-        what = "each device has a partial sum of the gradients of a key head, and cannot find the scale of the total"
-        problems.add(MATMUL, what, f"{MATMUL}=null, or rules.kv_heads as rules.heads")
 
 
 def _check_cache(run: Run, problems: Problems) -> None:

@@ -18,7 +18,7 @@ from meshpar.experiment.validate import task_of
 from meshpar.interop.flax_model import Import
 from meshpar.interop.forward import forward_of as own_forward
 from meshpar.models.decoder import DecoderModel
-from meshpar.nn.attention.core import Reference
+from meshpar.nn.attention.reference import Reference
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.remat import Remat
 from meshpar.parallel.precision import computed_in, wide

@@ -14,7 +14,7 @@ from meshpar.models import KINDS
 from meshpar.models.config_classes import CONFIG_CLASSES, ConfigClass
 from meshpar.models.decoder import DecoderModel
 from meshpar.models.foreign import LARGEST, NEUTRAL, OUTSIDE, REQUIRED, WITHOUT_EFFECT, Architecture, Json
-from meshpar.nn.transformer import TRAINING_FIELDS
+from meshpar.nn.decoder import TRAINING_FIELDS
 
 MODELS: dict[str, type[DecoderModel]] = {
     model_type: kind  # pyright: ignore[reportAssignmentType]  only decoders have architectures

@@ -15,16 +15,17 @@ from meshpar.errors import Problems
 from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task, Vocabulary
 from meshpar.models.reference import Scale, decoder_sizes
 from meshpar.nn.attention import context_parallel
-from meshpar.nn.attention.core import Setting, of_run
 from meshpar.nn.attention.kernel import Kernel
+from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.compressed import dequantized
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.lora import LoRA, without_lora
-from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
+from meshpar.nn.transformer import BLOCKS, Transformer
 from meshpar.parallel.checks import check_rules
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.projection import describe_chunk
+from meshpar.train.chunks import describe_chunk
 from meshpar.train.loss import next_token_loss
 from meshpar.train.preferences import Copy, carried_reference
 from meshpar.tree import flatten_with_paths

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshpar.mesh.layout import AXES
-from meshpar.nn.transformer import Decoder
+from meshpar.nn.decoder import Decoder
 from meshpar.sharding.rules import AxisRules
 
 HEAD_DIM = 4

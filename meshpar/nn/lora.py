@@ -16,12 +16,12 @@ from flax import nnx
 
 from meshpar.config import Config, Positive, Strings, default
 from meshpar.errors import ConfigError, Problems, suggestion
+from meshpar.mesh.varying import varying_like
 from meshpar.nn.dora import adapted
 from meshpar.nn.experts.mlp import ExpertProjection
 from meshpar.nn.layers import STACKED, Projection, filled, normal
 from meshpar.nn.low_rank import LowRank
 from meshpar.nn.quantized_kernel import QuantizedKernel
-from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
 from meshpar.tree import map_with_path, matching
 

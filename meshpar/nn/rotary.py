@@ -14,7 +14,7 @@ import pydantic
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
-from meshpar.parallel.local import varying_like
+from meshpar.mesh.varying import varying_like
 from meshpar.parallel.precision import wide
 
 Factor = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]

@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.lora import LoRA
-from meshpar.nn.transformer import Decoder, Transformer
+from meshpar.nn.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from meshpar.collectives.compression import State
 from meshpar.collectives.reduction import Reduce
-from meshpar.parallel.local import Axes, varies_over
+from meshpar.mesh.varying import Axes, varies_over
 
 PASSES_ON = {"convert_element_type", "copy", "pvary", "reshape", "transpose", "mul", "div"}
 """Operations on a gradient that do not change when it counts as computed."""

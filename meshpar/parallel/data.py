@@ -29,9 +29,9 @@ from jax import lax
 
 from meshpar.collectives.matmul import PRODUCT
 from meshpar.collectives.reduction import Reduce
+from meshpar.mesh.varying import Axes, varies_over, varying, varying_like
 from meshpar.parallel.buckets import Copied, sum_copies
 from meshpar.parallel.context import ParallelContext, current, manual
-from meshpar.parallel.local import Axes, varies_over, varying, varying_like
 from meshpar.parallel.precision import Mixed, computed_in, is_mixed, sum_dtype, wide
 from meshpar.sharding.resolve import sharding_axes
 
@@ -85,7 +85,7 @@ def gathering_again(policy: Policy) -> Policy:
             return False
         if primitive.name == "custom_vjp_call":
             last = params["call_jaxpr"].eqns[-1]
-            # Only `_all_gather` ends with a collective, and only `linear.matmul` with a product.
+            # Only `_all_gather` ends with a collective, and only `partition.matmul` with a product.
             if last.primitive.name == "all_gather":
                 return ctx is not None and ctx.rules.zero_stage == 2
             if last.primitive is lax.dot_general_p:

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.mesh.varying import Axes, unchecked, varies_over, varying, varying_alike, varying_like
-
-__all__ = ["Axes", "shard", "unchecked", "varies_over", "varying", "varying_alike", "varying_like"]
+from meshpar.mesh.varying import Axes, varying
 
 
 def zeros_of(like: Any, *leading: int) -> jax.Array:

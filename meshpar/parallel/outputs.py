@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from meshpar.parallel.context import constrain
 from meshpar.parallel.local import zeros_of
 from meshpar.parallel.precision import wide
-from meshpar.parallel.projection import Projection
 
 Scalars = dict[str, Any]
 
@@ -85,6 +87,31 @@ def with_auxiliary(made: jax.Array | tuple[jax.Array, Auxiliary]) -> tuple[jax.A
 
 
 @dataclass(frozen=True)
+class OutputProjection:
+    """Logits that are not computed yet.
+
+    Args:
+      hidden: [batch, residual_seq, embed], the output of the last norm.
+      head: [embed, vocab].
+    """
+
+    hidden: jax.Array
+    head: jax.Array
+
+    def logits(self) -> Float[Array, "B S V"]:
+        """The logits [batch, seq, vocab]."""
+        return logits_of(self.hidden, self.head)
+
+
+jax.tree_util.register_dataclass(OutputProjection, ["hidden", "head"], [])
+
+
+def logits_of(hidden_BSD: Float[Array, "B S D"], head_DV: Float[Array, "D V"]) -> Float[Array, "B S V"]:
+    """The logits of a device's tokens, for its shard of the vocabulary. Communication: none."""
+    return constrain(jnp.einsum("bsd,dv->bsv", hidden_BSD, head_DV), "batch", "seq", "vocab")
+
+
+@dataclass(frozen=True)
 class Outputs:
     """The outputs of a model's forward.
 
@@ -94,7 +121,7 @@ class Outputs:
       state: the extra state for the next step; None if the forward does not change it.
     """
 
-    projected: jax.Array | Projection
+    projected: jax.Array | OutputProjection
     losses: Scalars = field(default_factory=dict)
     metrics: Scalars = field(default_factory=dict)
     state: Any = None
@@ -102,7 +129,7 @@ class Outputs:
     @property
     def logits(self) -> jax.Array:
         """[batch, seq, vocab]."""
-        return self.projected.logits() if isinstance(self.projected, Projection) else self.projected
+        return self.projected.logits() if isinstance(self.projected, OutputProjection) else self.projected
 
     def sums(self, count: jax.Array) -> Scalars:
         """Losses and metrics as sums over `count` tokens, the form in which `LossSums` holds metrics."""

@@ -18,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+SEQ = 1
+"""The position of the sequence dim in activations [batch, seq, ...]."""
+
 
 @dataclass(frozen=True)
 class SequenceLayout:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 
 from meshpar.parallel.context import platform
-from meshpar.parallel.linear import cut, matmul
+from meshpar.partition.matmul import cut, matmul
 from meshpar.partition.program import Program, Step, Use
 from meshpar.partition.streamed import in_order_of_reads
 

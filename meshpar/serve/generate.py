@@ -11,7 +11,7 @@ from meshpar.data.tokenizer import Ids
 from meshpar.errors import ConfigError, Problems
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import describe_sizes
-from meshpar.nn.transformer import Decoder
+from meshpar.nn.decoder import Decoder
 from meshpar.serve.answer import Answer, AnswerPiece, Finish
 from meshpar.serve.batch import Batch, requests_of
 from meshpar.serve.open_engine import NUM_DRAFTS, check_tokenizer, open_batch, own_of

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.nn.transformer import Decoder
+from meshpar.nn.decoder import Decoder
 from meshpar.serve.drafts import NGrams
 from meshpar.serve.engine import Engine
 from meshpar.serve.own_source import CausalModel

@@ -15,10 +15,11 @@ from meshpar.errors import Problems, ShardingError
 from meshpar.mesh.layout import describe_sizes
 from meshpar.nn.attention.codes import CacheFormat, Codes
 from meshpar.nn.attention.paged import PAGES_DIMS, EmptyPages, PagedCache
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.side_adapters import SideAdapters
-from meshpar.nn.transformer import Batch, Decoder, Transformer
+from meshpar.nn.transformer import Batch, Transformer
 from meshpar.parallel.precision import computed_in, stored_in
 from meshpar.partition.function import PartitionedFunction
 from meshpar.serve.decoding import Decoding, RowArrays

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meshpar.errors import ConfigError, Problems
-from meshpar.parallel import tensor
 from meshpar.parallel.context import constrain, manual_axes
 from meshpar.parallel.local import shard
 from meshpar.parallel.precision import wide
+from meshpar.serve import vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +76,19 @@ def sample(
       positions: int32 [batch], the positions of the tokens that are drawn.
       vocab_size: ids from here on are padding, and never drawn.
 
-    Communication: that of `tensor.argmax`, and with top_k or top_p that of `tensor.top`.
+    Communication: that of `vocabulary.argmax`, and with top_k or top_p that of `vocabulary.top`.
     """
     logits = of_tokens(logits, vocab_size)
     if how.temperature == 0:
-        return tensor.argmax(logits)
+        return vocabulary.argmax(logits)
     logits /= how.temperature
     if how.top_k is not None or how.top_p < 1 or how.min_p:
-        best = tensor.top(logits, how.top_k or vocab_size)
+        best = vocabulary.top(logits, how.top_k or vocab_size)
         least = _least_kept(best, how.top_p)
         if how.min_p:
             least = jnp.maximum(least, best[:, :1] + math.log(how.min_p))
         logits = jnp.where(logits >= least, logits, -jnp.inf)
-    return tensor.argmax(logits + _noise(logits, rows, positions, how.seed))
+    return vocabulary.argmax(logits + _noise(logits, rows, positions, how.seed))
 
 
 class Asked(NamedTuple):
@@ -157,14 +157,14 @@ def sample_each(
 ) -> Int[Array, "B"]:
     """`sample` with settings for each row, which are arrays of a compiled program.
 
-    Communication: that of `tensor.argmax`, and if a row draws an all-gather of the logits.
+    Communication: that of `vocabulary.argmax`, and if a row draws an all-gather of the logits.
     """
 
     def drawn(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         temperature = how.temperature[:, None].astype(logits.dtype)
         is_drawn = temperature > 0
         scaled = logits / jnp.where(is_drawn, temperature, jnp.ones_like(temperature))
-        best = tensor.top(scaled, vocab_size)
+        best = vocabulary.top(scaled, vocab_size)
         top_k = jnp.where(how.top_k > 0, how.top_k, vocab_size)[:, None]
         best = jnp.where(jnp.arange(best.shape[-1], dtype=jnp.int32) < top_k, best, -jnp.inf)
         least = _least_kept(best, how.top_p[:, None].astype(best.dtype))
@@ -175,7 +175,7 @@ def sample_each(
     logits = of_tokens(logits, vocab_size)
     logits = jax.lax.cond(asked.adjusts, partial(_adjusted, how=how), lambda logits: logits, logits)
     logits = jax.lax.cond(asked.limits, partial(_limited, how=how), lambda logits: logits, logits)
-    return tensor.argmax(jax.lax.cond(asked.draws, drawn, lambda logits: logits, logits))
+    return vocabulary.argmax(jax.lax.cond(asked.draws, drawn, lambda logits: logits, logits))
 
 
 def _adjusted(logits: Float[Array, "B V"], how: RowSampling) -> Float[Array, "B V"]:

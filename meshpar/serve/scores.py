@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from meshpar.parallel import tensor
 from meshpar.parallel.precision import wide
+from meshpar.serve import vocabulary
 from meshpar.serve.sampling import of_tokens
 
 MOST_RANKED = 20
@@ -49,9 +49,9 @@ def score(
 
     def computed(logits: Float[Array, "B V"]) -> TokenScores:
         logits = of_tokens(logits, vocab_size)
-        best, ids = tensor.top_ids(logits, num)
-        total = tensor.log_total(logits)
-        return TokenScores(tensor.logit_of(logits, tokens) - total, ids, best - total[:, None])
+        best, ids = vocabulary.top_ids(logits, num)
+        total = vocabulary.log_total(logits)
+        return TokenScores(vocabulary.logit_of(logits, tokens) - total, ids, best - total[:, None])
 
     def nothing(logits: Float[Array, "B V"]) -> TokenScores:
         zeros = 0 * tokens  # on the devices as the tokens are

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest, suggestion
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.tensor import SEQ
+from meshpar.parallel.sequence import SEQ
 from meshpar.sharding.spec import ArraySpec
 
 ROWS = "rows"

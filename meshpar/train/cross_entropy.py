@@ -14,9 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshpar.mesh.varying import Axes
-from meshpar.parallel import tensor
 from meshpar.parallel.context import manual_axes
-from meshpar.parallel.projection import Chunk, Cost
+from meshpar.train import token_loss
+from meshpar.train.chunks import Chunk, Cost
 from meshpar.train.loss import LossSums
 from meshpar.train.projected import VOCAB, summed_over_logits
 
@@ -44,8 +44,8 @@ def cross_entropy(
 
     Memory: logits and their gradient, of one chunk; the gradients of `hidden` and `head`, computed with the loss.
     Numerics: logits have the dtype of `hidden`; what follows is in float32 at least.
-    Communication: over axes that shard the vocabulary see `tensor.cross_entropy`; backward the gradient of `hidden` is
-      summed. Where the tokens are sharded, the sum is one term of each device's.
+    Communication: over axes that shard the vocabulary see `token_loss.cross_entropy`; backward the gradient of `hidden`
+      is summed. Where the tokens are sharded, the sum is one term of each device's.
 
     Raises:
       ValueError: shapes that do not fit; a `chunk` that is no number of tokens; a `cap` that is not positive.
@@ -63,7 +63,7 @@ def cross_entropy(
             logits = logits if cap is None else cap * jnp.tanh(logits / cap)
             counted = labels >= 0
             targets = jnp.where(counted, labels, 0)
-            each = tensor.cross_entropy(logits, targets, vocab_size, label_smoothing, z_loss, axes)
+            each = token_loss.cross_entropy(logits, targets, vocab_size, label_smoothing, z_loss, axes)
             return jnp.where(counted, each, jnp.zeros_like(each)).sum()
 
         return cost

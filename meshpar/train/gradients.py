@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.mesh.varying import varying_like
 from meshpar.optim.freeze import for_good, thawed
 from meshpar.optim.frozen_layers import without_frozen_rows
 from meshpar.parallel import data
 from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.buckets import order_of
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.local import varying_like
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.precision import summed_in, variables, wide, with_variables
 from meshpar.parallel.trainable import filled, without

@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import Field
 
 from meshpar.config import Positive, Target
-from meshpar.parallel import tensor
 from meshpar.parallel.batch import Batch
 from meshpar.sharding.spec import ArraySpec
+from meshpar.train import token_loss
 from meshpar.train.preferences import OfAnswers
 
 ADVANTAGES, REWARDS, LOG_PROBS = "advantages", "rewards", "old_log_probs"
@@ -68,7 +68,7 @@ class GRPO(OfAnswers):
 
     def read(self, logits: jax.Array, batch: Batch, vocab_size: int) -> jax.Array:
         """The log-probabilities of the targets, float[rows, seq]; of any token where there is none."""
-        return -tensor.cross_entropy(logits, jnp.maximum(batch["targets"], 0), vocab_size)
+        return -token_loss.cross_entropy(logits, jnp.maximum(batch["targets"], 0), vocab_size)
 
     def summed(self, new: Any, base: Any, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         each, metrics = self.of_tokens(new, base, batch)

@@ -15,12 +15,12 @@ import pydantic
 
 from meshpar.config import Coerced, Config, FilePath, Positive, Target, default
 from meshpar.errors import ConfigError, Problems
-from meshpar.parallel import tensor
 from meshpar.parallel.batch import TEACHER, TEACHER_HEAD, Batch, split_off_shared
 from meshpar.parallel.data import partial_sum
-from meshpar.parallel.outputs import Outputs
-from meshpar.parallel.projection import Chunk, Projection, logits_of
+from meshpar.parallel.outputs import OutputProjection, Outputs, logits_of
 from meshpar.sharding.rules import AxisRules
+from meshpar.train import token_loss
+from meshpar.train.chunks import Chunk
 from meshpar.train.projected import summed_over_logits
 from meshpar.tree import flatten_with_paths, map_with_path
 
@@ -184,7 +184,7 @@ class Distill(Config):
 
     def add(self, nll: jax.Array, logits: jax.Array, teacher: jax.Array, vocab_size: int) -> jax.Array:
         """The loss of each token, from its cross entropy and the logits of both models."""
-        kl = tensor.divergence(logits, teacher, vocab_size, self.temperature)
+        kl = token_loss.divergence(logits, teacher, vocab_size, self.temperature)
         return (1 - self.weight) * nll + self.weight * self.temperature**2 * kl
 
 
@@ -223,7 +223,7 @@ class LossConfig(Config):
         """The loss of each token: its cross entropy with the optional terms, and the divergence from a teacher."""
 
         def each(logits: jax.Array, targets: jax.Array, teacher: jax.Array | None) -> jax.Array:
-            nll = tensor.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
+            nll = token_loss.cross_entropy(logits, targets, vocab_size, self.label_smoothing, self.z_loss)
             return nll if distill is None or teacher is None else distill.add(nll, logits, teacher, vocab_size)
 
         return each
@@ -264,7 +264,7 @@ def count_targets(batch: Batch) -> jax.Array:
 
 
 def summed_over_tokens(
-    projected: jax.Array | Projection, batch: Batch, each: Each, chunk: Chunk = "auto"
+    projected: jax.Array | OutputProjection, batch: Batch, each: Each, chunk: Chunk = "auto"
 ) -> tuple[jax.Array, jax.Array]:
     """(sum, count) over the targets that are not -1."""
 
@@ -276,7 +276,7 @@ def summed_over_tokens(
 
     rows, shared = split_off_shared(batch)
     tokens = {name: x for name, x in rows.items() if name in ("targets", TEACHER)}
-    if isinstance(projected, Projection):
+    if isinstance(projected, OutputProjection):
         total = summed_over_logits(lambda axes: cost, projected.hidden, projected.head, tokens, shared, chunk)
         return total, count_targets(batch)
     return cost(projected, tokens, shared), count_targets(batch)

@@ -16,9 +16,10 @@ from jax import lax
 from pydantic import Field
 
 from meshpar.config import Config
-from meshpar.parallel import data, tensor
+from meshpar.parallel import data
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.outputs import Outputs
+from meshpar.train import token_loss
 from meshpar.train.loss import Loss, LossSums
 from meshpar.train.state import StatePlacement
 from meshpar.train.strategy import Strategy
@@ -114,7 +115,7 @@ class Preference(OfAnswers):
     def read(self, logits: jax.Array, batch: Batch, vocab_size: int) -> PairedAnswers:
         targets, segments = batch["targets"], batch["segments"]
         is_target = targets >= 0
-        nll = tensor.cross_entropy(logits, jnp.where(is_target, targets, 0), vocab_size)
+        nll = token_loss.cross_entropy(logits, jnp.where(is_target, targets, 0), vocab_size)
         of = jnp.stack([is_target & (segments == one) for one in (CHOSEN, REJECTED)], axis=1)
         log_probs = -jnp.where(of, nll[:, None], jnp.zeros_like(nll)[:, None]).sum(-1)
         return PairedAnswers(log_probs, of.sum(-1).astype(nll.dtype))

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 
 from meshpar.mesh.varying import Axes, invariant, varying, varying_alike
 from meshpar.parallel.context import current, manual, manual_axes, planned, tracing
-from meshpar.parallel.linear import matmul
-from meshpar.parallel.projection import Chunk, Cost, chunk_length, length_on_device, summed_in_chunks
+from meshpar.partition.matmul import matmul
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Labels, Signature
 from meshpar.sharding.rules import ACTIVATION_DIMS
+from meshpar.train.chunks import Chunk, Cost, chunk_length, length_on_device, summed_in_chunks
 
 VOCAB = "vocab"
 

@@ -16,8 +16,7 @@ from meshpar.mesh.varying import Axes
 from meshpar.parallel import data
 from meshpar.parallel.batch import TEACHER, TEACHER_HEAD, Batch
 from meshpar.parallel.context import ParallelContext, constrain
-from meshpar.parallel.outputs import Outputs
-from meshpar.parallel.projection import Projection
+from meshpar.parallel.outputs import OutputProjection, Outputs
 from meshpar.partition.function import PartitionedFunction
 from meshpar.sharding.rules import AxisRules
 from meshpar.sharding.spec import ArraySpec
@@ -39,7 +38,7 @@ class Teacher(Strategy):
     beside a pipeline, each stage computes some of the rows, see `unstaged`.
 
     Args:
-      apply: (params, batch, key) -> `Outputs` with a `Projection`.
+      apply: (params, batch, key) -> `Outputs` with a `OutputProjection`.
       specs: tree of `ArraySpec`, of the teacher's parameters.
       rules: of the teacher's parameters and activations.
       student: the context of the step; the teacher has the same mesh and compute dtype.
@@ -126,7 +125,7 @@ class Teacher(Strategy):
 
     def _of_whole_arrays(self, params: Any, batch: Batch) -> Batch:
         projected = self.apply(params, batch, None).projected
-        assert isinstance(projected, Projection), "a model with a vocabulary projects to it"
+        assert isinstance(projected, OutputProjection), "a model with a vocabulary projects to it"
         found = {TEACHER: projected.hidden, TEACHER_HEAD: projected.head}
         return {name: constrain(x.astype(self.ctx.compute_dtype), *DIMS[name]) for name, x in found.items()}
 

@@ -20,7 +20,7 @@ from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
 from meshpar.optim import AdamW
 from meshpar.optim.schedule import _Decay
-from meshpar.parallel import tensor
+from meshpar.train import token_loss
 from tests.effect import outcome
 from tests.effect.files import written
 from tests.effect.walk import BASES, EXCEPTIONS, KEYS, change
@@ -129,8 +129,8 @@ def test_learned_positions_refuse_the_base_of_rotary_ones():
 
 
 def without_weights_of_losses(patch):
-    right = tensor.cross_entropy
-    patch.setattr(tensor, "cross_entropy", lambda logits, targets, size, *terms: right(logits, targets, size))
+    right = token_loss.cross_entropy
+    patch.setattr(token_loss, "cross_entropy", lambda logits, targets, size, *terms: right(logits, targets, size))
 
 
 def with_the_default_of_b2(patch):

@@ -18,10 +18,10 @@ from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.mesh.varying import varies_over
 from meshpar.models import GPT, Llama
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.experts import Balance, Experts
 from meshpar.nn.lora import LoRA
 from meshpar.nn.rotary import Llama3
-from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.sharding.rules import AxisRules

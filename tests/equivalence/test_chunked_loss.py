@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshpar.parallel import projection
-from meshpar.parallel.projection import chunk_length
 from meshpar.partition import moved
+from meshpar.train import chunks
+from meshpar.train.chunks import chunk_length
 from meshpar.train.loss import LossConfig
 from tests import pipelines
 from tests.equivalence.conftest import ROWS, SEQ, on_one_device, outcome, prepared, without_backward
@@ -78,7 +78,7 @@ def test_a_chunked_loss_in_stages_is_equal_to_one_device(kind, mesh, model):
 
 # Planted faults ----------------------------------------------------------------------------------------------------
 
-IN_CHUNKS = projection._in_chunks
+IN_CHUNKS = chunks._in_chunks
 
 
 def test_planted_a_forgotten_remainder_is_seen(monkeypatch):
@@ -87,7 +87,7 @@ def test_planted_a_forgotten_remainder_is_seen(monkeypatch):
         carry, total, found = IN_CHUNKS(visit, carry, jax.tree.map(lambda x: x[:, :even], arrays), length)
         return carry, total, jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, SEQ - even), (0, 0))), found)
 
-    monkeypatch.setattr(projection, "_in_chunks", all_but_the_rest)
+    monkeypatch.setattr(chunks, "_in_chunks", all_but_the_rest)
     assert difference("zero3", "manual", 1) > 1e-3
 
 
@@ -98,7 +98,7 @@ def test_planted_chunks_without_their_part_of_the_heads_gradient_are_seen(monkey
     def faulty(*args):
         return (IN_CHUNKS if args[1] is None else only_the_last)(*args)
 
-    monkeypatch.setattr(projection, "_in_chunks", faulty)
+    monkeypatch.setattr(chunks, "_in_chunks", faulty)
     assert difference("data8", "manual", 1) > 1e-3
 
 
@@ -107,7 +107,7 @@ def test_planted_chunks_that_are_joined_in_another_order_are_seen(monkeypatch):
         carry, total, found = IN_CHUNKS(visit, carry, arrays, length)
         return carry, total, jax.tree.map(lambda x: x[:, ::-1], found)
 
-    monkeypatch.setattr(projection, "_in_chunks", reversed_in)
+    monkeypatch.setattr(chunks, "_in_chunks", reversed_in)
     assert difference("data8", "manual", 1) > 1e-3
 
 

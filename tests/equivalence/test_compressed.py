@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshpar.nn import compressed
 from meshpar.nn.attention.codes import Codes
-from meshpar.nn.attention.core import Reference
 from meshpar.nn.attention.paged import PagedCache
+from meshpar.nn.attention.reference import Reference
 from meshpar.tree import flatten_with_paths
 from tests.serving import MODELS, SIZES, cached_logits, full_logits, generated, paged, params
 

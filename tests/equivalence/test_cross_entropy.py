@@ -158,10 +158,10 @@ def test_a_sharded_vocabulary_is_neither_gathered_nor_held():
 
 
 def test_planted_a_vocabulary_that_nobody_sums_is_found(monkeypatch):
-    from meshpar.parallel import tensor
+    from meshpar.train import token_loss
 
-    of_shards = tensor.cross_entropy
-    monkeypatch.setattr(tensor, "cross_entropy", lambda *args: of_shards(*args[:-1], ()))
+    of_shards = token_loss.cross_entropy
+    monkeypatch.setattr(token_loss, "cross_entropy", lambda *args: of_shards(*args[:-1], ()))
     made.cache_clear()
     with pytest.raises((AssertionError, ValueError, TypeError)):
         test_each_layout_has_the_gradients_of_one_device("tensor4", "manual", tied=False)

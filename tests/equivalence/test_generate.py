@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.nn.attention.core import causal_window, local_key_heads
+from meshpar.nn.attention.core import causal_window
+from meshpar.nn.attention.key_heads import local_key_heads
 from meshpar.nn.attention.paged import PagedLayer
 from meshpar.serve.sampling import Sampling
 from tests.serving import LAYOUTS, MAX_TOKENS, MODELS, PROMPTS, cached_logits, full_logits, generated

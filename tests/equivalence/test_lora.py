@@ -10,12 +10,12 @@ import pytest
 from jax import lax
 
 from meshpar.mesh.layout import MeshLayout
+from meshpar.mesh.varying import varies_over, varying_like
 from meshpar.nn import dora
 from meshpar.nn.lora import is_lora
 from meshpar.nn.low_rank import Adapter
 from meshpar.optim import frozen_layers
 from meshpar.parallel.context import ParallelContext, manual_axes
-from meshpar.parallel.local import varies_over, varying_like
 from meshpar.parallel.pipeline import layers
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.program import with_rows

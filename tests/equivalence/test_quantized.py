@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -10,16 +11,19 @@ import pytest
 
 from meshpar.experiment.config import Precision
 from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.attention import layer
 from meshpar.parallel import quantized
 from meshpar.sharding.rules import AxisRules
 from tests.equivalence.conftest import Outcome, outcome, prepared
 from tests.layouts import LAYOUTS
 
-# Whole key heads on four devices are refused, so the models with two key heads are not here.
 MODELS = ["llama", "llama_lora", "llama_frozen", "gpt_dropout_remat"]
+KEY_HEADS_ON_ALL = ["llama_gqa_tied_dropout", "llama_gqa_options"]
+"""Two key heads, which are whole where there are four devices for the heads."""
 FORMATS = ["fp8", "int8"]
 EVERY = [
     *product(MODELS, LAYOUTS, ["manual", "auto"], FORMATS, [1, 4]),
+    *product(KEY_HEADS_ON_ALL, ["tensor4", "tensor4_sp"], ["manual", "auto"], FORMATS, [1, 4]),
     *product(["llama_experts", "llama_experts_capacity"], ["data2_fsdp2_tensor2"], ["manual"], FORMATS, [1, 4]),
 ]
 # One recomputes the rounded inputs in the backward, one saves them.
@@ -27,6 +31,7 @@ SAMPLE = [
     ("llama", "data2_fsdp2_tensor2", "manual", "fp8", 1),
     ("llama_frozen", "data2_fsdp2_tensor2", "manual", "fp8", 1),
     ("llama", "data8", "auto", "fp8", 1),
+    ("llama_gqa_options", "tensor4_sp", "manual", "fp8", 1),
 ]
 CASES = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow, id="-".join(map(str, case))) for case in EVERY
@@ -72,3 +77,11 @@ def test_scales_of_a_shard_alone_are_seen(monkeypatch):
     monkeypatch.setattr(quantized, "largest", lambda x, dims, axes: largest(x, dims, ()))
     got = in_8_bits("fp8", "llama", "data2_fsdp2_tensor2", "manual", 1)
     assert got.difference(on_one_device("fp8", "llama", 1)) > 1e-4
+
+
+def test_planted_a_scale_of_a_part_of_a_gradient_is_seen(monkeypatch):
+    """Each device projects the key heads of its own queries, as without 8 bits, and rounds its part of the gradient."""
+    places = layer.key_places
+    monkeypatch.setattr(layer, "key_places", lambda *heads: replace(places(*heads), in_8_bits=False))
+    got = in_8_bits("fp8", "llama_gqa_options", "tensor4_sp", "manual", 1)
+    assert got.difference(on_one_device("fp8", "llama_gqa_options", 1)) > 1e-4

@@ -18,10 +18,10 @@ from meshpar.interop.export import export
 from meshpar.interop.huggingface import Pretrained, open_pretrained
 from meshpar.interop.safetensors import Tensor
 from meshpar.mesh.layout import MeshLayout
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.describe import describe, functional, nested
 from meshpar.nn.experts import Experts
 from meshpar.nn.lora import LoRA
-from meshpar.nn.transformer import Decoder
 from meshpar.sharding.resolve import resolve
 from meshpar.sharding.rules import AxisRules
 from meshpar.tree import flatten_with_paths

@@ -21,8 +21,8 @@ from meshpar.inspection.inspect import inspect
 from meshpar.inspection.program.hlo import Collective, collectives_of, total_sent_bytes
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import GPT, Llama
+from meshpar.nn.decoder import Decoder
 from meshpar.nn.lora import LoRA
-from meshpar.nn.transformer import Decoder
 from meshpar.optim import AdamW
 from meshpar.optim.freeze import Freeze
 from meshpar.parallel import data
@@ -303,6 +303,23 @@ def test_8_bits_add_the_scales_alone():
     over_inputs = 2 * (tokens + 16) + 5 * tokens
     columns = 3 * 8 + 16 + 2 * 16 + 16  # half of q, k, v; o; half of gate, up; down
     added = {("tensor",): 2 * share(2, 3 * 4 * over_inputs), ("data", "fsdp"): 2 * share(4, 3 * 4 * columns)}
+    without = plain.traced_bytes or {}
+    sent = run.traced_bytes or {}
+    assert {axes: sent[axes] - without.get(axes, 0) for axes in sent if sent[axes] != without.get(axes)} == added
+
+
+def test_8_bits_sum_the_gradients_of_keys_and_values_in_place_of_those_of_their_kernels():
+    """Where key heads are whole: [B, S, h] of k and of v, not [D, h] of their kernels. All devices project them."""
+    model, rules = Llama(**SIZES, num_kv_heads=1), {"kv_heads": ()}
+    plain = prepared("tensor4", model=model, rules=rules)
+    run = prepared("tensor4", model=model, rules=rules, precision=Precision(matmul="fp8"))
+    assert cost_as_written(run) == cost_as_traced(run)
+    tokens = ROWS // 2 * SEQ
+    scales = 3 * (tokens + 16)  # of the inputs of o, and of down: the backward computes its segment again
+    scales += 3 * tokens  # of the outputs of q, gate and up
+    keys = 2 * 4 * (tokens - 16)
+    columns = 4 + 2 * 4 + 16 + 2 * 8 + 16  # a fourth of q; k, v; o; a fourth of gate, up; down
+    added = {("tensor",): 2 * share(4, 3 * 4 * (scales + keys)), ("data",): 2 * share(2, 3 * 4 * columns)}
     without = plain.traced_bytes or {}
     sent = run.traced_bytes or {}
     assert {axes: sent[axes] - without.get(axes, 0) for axes in sent if sent[axes] != without.get(axes)} == added

@@ -15,7 +15,7 @@ from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.mesh.varying import invariant
 from meshpar.models import Llama
 from meshpar.nn.lora import LoRA
-from meshpar.parallel import projection
+from meshpar.train import chunks
 from meshpar.train.loss import LossConfig
 from meshpar.train.step import Step
 from tests.layouts import LAYOUTS
@@ -52,11 +52,11 @@ def test_bytes_and_flops_equal_those_without_chunks(layout, num_microbatches, na
 
 def test_planted_a_reduction_of_the_heads_gradient_in_each_chunk_is_seen(monkeypatch):
     """The count has an all-reduce of the head's gradient for each of the six chunks."""
-    of_chunk = projection._of_chunk
+    of_chunk = chunks._of_chunk
     run = prepared("data8", CHUNK)
     plain = cost_as_traced(run)[0]
     monkeypatch.setattr(
-        projection, "_of_chunk", lambda cost, x, head, *rest: of_chunk(cost, x, invariant(head, ("data",)), *rest)
+        chunks, "_of_chunk", lambda cost, x, head, *rest: of_chunk(cost, x, invariant(head, ("data",)), *rest)
     )
     head_bytes = math.prod(run.specs["head"].shape) * 4
     assert cost_as_traced(prepared("data8", CHUNK))[0]["data",] - plain["data",] == 6 * 2 * share(8, head_bytes)
@@ -113,8 +113,8 @@ def test_gspmd_reduces_the_heads_gradient_once(layout, monkeypatch):
     run, step = large(layout, "auto", CHUNK)
     plain = sent(*large(layout, "auto", "none"))
     assert sent(run, step) < 1.01 * plain
-    monkeypatch.setattr(projection, "_for_each_group", lambda head: head[None])  # control: a sum in every chunk
-    monkeypatch.setattr(projection, "constrain", lambda x, *dims: x)
+    monkeypatch.setattr(chunks, "_for_each_group", lambda head: head[None])  # control: a sum in every chunk
+    monkeypatch.setattr(chunks, "constrain", lambda x, *dims: x)
     run = prepared(layout, CHUNK, lowering="auto", model=LARGE)
     assert sent(run, run.compile_step()) > 1.5 * plain
 
@@ -137,9 +137,9 @@ def traced(run: Prepared) -> str:
 
 def test_the_reported_chunk_is_the_one_that_the_step_uses(monkeypatch):
     lengths = []
-    summed = projection._summed
+    summed = chunks._summed
     monkeypatch.setattr(
-        projection, "_summed", lambda cost, length, *rest: lengths.append(length) or summed(cost, length, *rest)
+        chunks, "_summed", lambda cost, length, *rest: lengths.append(length) or summed(cost, length, *rest)
     )
     for lowering, layout in (("manual", "data2_fsdp2_tensor2"), ("auto", "tensor4_sp")):
         run = prepared(layout, 8, 2, lowering)

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.nn.attention import Auto, Blocks, Reference, online_softmax, shards, tables
-from meshpar.nn.attention.core import Setting
+from meshpar.nn.attention.setting import Setting
 from tests.comparison import largest_difference
 
 BATCH = 2

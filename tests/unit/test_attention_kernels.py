@@ -19,9 +19,9 @@ from meshpar.experiment.prepare import prepare
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models import Llama
 from meshpar.nn.attention import Auto, Blocks, Cudnn, Reference, Splash, attend, cudnn, functional, splash
-from meshpar.nn.attention import core as shared
-from meshpar.nn.attention.core import Setting
+from meshpar.nn.attention import setting as shared
 from meshpar.nn.attention.kernel import for_prompts
+from meshpar.nn.attention.setting import Setting
 from meshpar.nn.remat import Remat
 from meshpar.optim import AdamW
 

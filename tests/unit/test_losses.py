@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 
 from meshpar import LossSums, training
 from meshpar.mesh.layout import MeshLayout
-from meshpar.parallel import tensor
 from meshpar.parallel.context import ParallelContext, tracing
 from meshpar.sharding.rules import AxisRules
+from meshpar.train import token_loss
 from meshpar.train import training as trainings
 from meshpar.train.loss import Distill
 from tests.comparison import largest_difference
@@ -50,7 +50,7 @@ NUMBERS = {"smoothing": 0.1, "z_loss": 1e-2, "temperature": 2.0, "weight": 0.4}
 
 def costs(logits, targets, teacher):
     distill = Distill(teacher="unused", temperature=NUMBERS["temperature"], weight=NUMBERS["weight"])
-    nll = tensor.cross_entropy(logits, targets, VOCAB, NUMBERS["smoothing"], NUMBERS["z_loss"])
+    nll = token_loss.cross_entropy(logits, targets, VOCAB, NUMBERS["smoothing"], NUMBERS["z_loss"])
     return distill.add(nll, logits, teacher, VOCAB)
 
 
@@ -81,7 +81,7 @@ def test_the_gradient_of_distillation_equals_finite_differences_and_none_reaches
     np.testing.assert_allclose((grads * direction).sum(), slope, rtol=1e-8)
     assert not np.any(to_teacher)
     assert not np.any(grads[..., VOCAB:])
-    monkeypatch.setattr(tensor.lax, "stop_gradient", lambda x: x)  # control: a gradient that leaks is seen
+    monkeypatch.setattr(token_loss.lax, "stop_gradient", lambda x: x)  # control: a gradient that leaks is seen
     assert np.abs(jax.grad(total, 1)(logits, teacher)).max() > 1e-3
 
 
@@ -89,7 +89,7 @@ def test_label_smoothing_equals_optax():
     logits, targets, _ = drawn()
     labels = optax.smooth_labels(jax.nn.one_hot(targets, VOCAB, dtype=jnp.float64), 0.1)
     want = optax.softmax_cross_entropy(logits[..., :VOCAB], labels)
-    np.testing.assert_allclose(tensor.cross_entropy(logits, targets, VOCAB, 0.1), want, rtol=1e-13)
+    np.testing.assert_allclose(token_loss.cross_entropy(logits, targets, VOCAB, 0.1), want, rtol=1e-13)
 
 
 def on_four_devices(logits, targets, teacher) -> tuple[Any, Any]:
@@ -125,22 +125,22 @@ def test_costs_and_gradients_on_four_devices_equal_those_on_one():
 
 
 def test_planted_smoothing_over_the_local_vocabulary_is_seen(monkeypatch):
-    cross_entropy = tensor.cross_entropy
+    cross_entropy = token_loss.cross_entropy
 
     def by_local_size(logits, targets, vocab_size, smoothing, z_loss):
         return cross_entropy(logits, targets, vocab_size, smoothing * logits.shape[-1] / PADDED, z_loss)
 
-    monkeypatch.setattr(tensor, "cross_entropy", by_local_size)
+    monkeypatch.setattr(token_loss, "cross_entropy", by_local_size)
     assert difference() > 1e-2
 
 
 def test_planted_a_sum_over_the_local_vocabulary_is_seen(monkeypatch):
-    monkeypatch.setattr(tensor.lax, "psum", lambda x, axes: jax.lax.pmax(jax.lax.stop_gradient(x), axes))
+    monkeypatch.setattr(token_loss.lax, "psum", lambda x, axes: jax.lax.pmax(jax.lax.stop_gradient(x), axes))
     assert difference() > 1e-2
 
 
 def test_planted_local_ids_of_padding_are_seen(monkeypatch):
-    monkeypatch.setattr(tensor, "_ids", lambda width, axes: jnp.arange(width, dtype=jnp.int32))
+    monkeypatch.setattr(token_loss, "ids_of_shard", lambda width, axes: jnp.arange(width, dtype=jnp.int32))
     with pytest.raises(AssertionError):
         assert difference() < 1e-12
 

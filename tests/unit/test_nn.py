@@ -15,13 +15,13 @@ from jaxtyping import TypeCheckError
 
 from meshpar.errors import ShardingError
 from meshpar.models import GPT, Llama
-from meshpar.nn.attention.core import Reference, causal, dot_product_attention
+from meshpar.nn.attention.reference import Reference, causal, dot_product_attention
 from meshpar.nn.describe import describe, functional
 from meshpar.nn.layers import dropout, silu_product
 from meshpar.nn.rotary import Interpolated, Llama3, _rotate, apply_rope, rope_angles
-from meshpar.parallel import linear
-from meshpar.parallel.linear import MANY_TOKENS, matmul
-from meshpar.parallel.tensor import cross_entropy
+from meshpar.partition import matmul as products
+from meshpar.partition.matmul import MANY_TOKENS, matmul
+from meshpar.train.token_loss import cross_entropy
 from meshpar.tree import flatten_with_paths
 from tests.comparison import largest_difference
 
@@ -243,7 +243,7 @@ def test_custom_gradients_equal_autodiff(fn, shapes):
 
 @pytest.mark.parametrize("shapes", [shapes for fn, shapes in OWN_GRADIENTS if fn is matmul])
 def test_the_custom_gradients_of_a_product_of_many_tokens_equal_autodiff(shapes, monkeypatch):
-    monkeypatch.setattr(linear, "MANY_TOKENS", 1)
+    monkeypatch.setattr(products, "MANY_TOKENS", 1)
     with jax.enable_x64(True):
         assert gradient_error(matmul, shapes) < 1e-13
 

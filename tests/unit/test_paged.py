@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from meshpar.nn.attention import paged
-from meshpar.nn.attention.core import causal_window, dot_product_attention
+from meshpar.nn.attention.core import causal_window
 from meshpar.nn.attention.paged import PagedCache, PagedLayer
+from meshpar.nn.attention.reference import dot_product_attention
 
 LAYERS, SHARDS, ROWS, PAGES, SIZE, KV_HEADS, HEADS, WIDTH = 2, 2, 2, 12, 4, 2, 4, 8
 LENGTHS = [11, 3, 22, 1]

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar.errors import ConfigError
 from meshpar.mesh.layout import MeshLayout
-from meshpar.parallel import tensor
 from meshpar.parallel.context import ParallelContext, tracing
+from meshpar.serve import vocabulary
 from meshpar.serve.sampling import Sampling, _least_kept, sample
 from meshpar.sharding.rules import AxisRules
 
@@ -85,7 +85,7 @@ def test_control_another_distribution_is_seen(name):
 def test_the_threshold_keeps_the_tokens_of_the_reference(logits, top_k, top_p):
     sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
     scores = np.float32([logits])
-    least = float(_least_kept(tensor.top(jnp.asarray(scores), top_k), top_p)[0, 0])
+    least = float(_least_kept(vocabulary.top(jnp.asarray(scores), top_k), top_p)[0, 0])
     want = reference(scores[0], sampling)
     # A sum that rounds to the other side of top_p keeps one token more or less.
     assert abs(int((scores[0] >= least).sum()) - int((want > 0).sum())) <= 1

@@ -14,10 +14,10 @@ from jax import lax
 
 from meshpar import AxisRules, LossSums, MeshLayout, Verification, training, verify
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.mesh.varying import varying
 from meshpar.parallel import data, tensor
 from meshpar.parallel.context import ParallelContext, manual, manual_axes
-from meshpar.parallel.local import varying
-from meshpar.train import gradients
+from meshpar.train import gradients, token_loss
 from meshpar.train.step import Update
 from tests.verification import toy as toys
 from tests.verification.toy import BATCHES, toy
@@ -138,8 +138,8 @@ def test_padding_that_gets_probability_is_blamed_on_tensor(monkeypatch):
     def without_mask(logits, targets, vocab_size):
         return cross_entropy(logits, targets, toys.PADDED if manual_axes("vocab") else vocab_size)
 
-    cross_entropy = tensor.cross_entropy
-    monkeypatch.setattr(tensor, "cross_entropy", without_mask)
+    cross_entropy = token_loss.cross_entropy
+    monkeypatch.setattr(token_loss, "cross_entropy", without_mask)
     proof = proof_of(toy(CUBE, *FSDP))
     assert list(guilty(proof)) == ["tensor=2"]
     assert guilty(proof)["tensor=2"].startswith("step 1, the loss: ")
@@ -165,7 +165,7 @@ def test_labels_shifted_within_a_shard_are_blamed_on_context(border):
     def bigrams(params, batch, key):
         axes = manual_axes("residual_seq")
         logits = params["table"][batch["tokens"]] @ params["head"]
-        nll = tensor.cross_entropy(logits, next_of(batch["tokens"], border), toys.PADDED)
+        nll = token_loss.cross_entropy(logits, next_of(batch["tokens"], border), toys.PADDED)
         sums = nll.sum(), jnp.ones_like(batch["tokens"]).sum(dtype=jnp.int32)
         return LossSums(*(lax.psum(sums, axes) if axes else sums))
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from meshpar import GPT, AxisRules, Lion, MeshLayout, Run, Synthetic, verify
 from meshpar.cli import verbs
 from meshpar.errors import ConfigError, Problems
+from meshpar.mesh.varying import varying
 from meshpar.parallel import data
-from meshpar.parallel.local import varying
 from meshpar.verification.verify import _message
 
 

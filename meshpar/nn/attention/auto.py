@@ -10,9 +10,11 @@ from jaxtyping import Array, Float
 
 from meshpar.config import Config
 from meshpar.nn.attention.blocks import BLOCK_SIZE, Blocks, block_size
-from meshpar.nn.attention.core import Reference, Setting, Window, of_arrays
+from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.cudnn import Cudnn
 from meshpar.nn.attention.kernel import Kernel
+from meshpar.nn.attention.reference import Reference
+from meshpar.nn.attention.setting import Setting, of_arrays
 from meshpar.nn.attention.splash import Splash
 
 KERNELS: dict[str | None, Kernel] = {"gpu": Cudnn(), "tpu": Splash()}

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.config import Config, Positive
 from meshpar.mesh.varying import varying_alike
-from meshpar.nn.attention.core import Documents, Setting, Window, documents, known_window, shares_rows
+from meshpar.nn.attention.core import Documents, Window, documents, known_window, shares_rows
+from meshpar.nn.attention.setting import Setting
 from meshpar.nn.attention.shards import Shards, attend
 from meshpar.nn.attention.tables import BlockGrid, ShardTables, num_visible_pairs
 from meshpar.parallel.context import constrain
 from meshpar.parallel.precision import wide
-from meshpar.parallel.sequence import SequenceLayout
-from meshpar.parallel.tensor import SEQ
+from meshpar.parallel.sequence import SEQ, SequenceLayout
 
 BLOCK_SIZE = 128
 GPU_BLOCK_SIZE = 512

@@ -6,32 +6,26 @@ Shapes: B batch, S seq, H heads, K kv_heads, h head_dim, local shards in the man
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import Problems
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.blocks import in_blocks
 from meshpar.nn.attention.core import Core, Documents, Window, documents, known_window
+from meshpar.nn.attention.exchange import Exchange, Zigzag, heads_and_group
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.shards import Shards
 from meshpar.nn.attention.tables import BlockGrid, ShardTables
 from meshpar.parallel.checks import check_pairs
 from meshpar.parallel.context import ParallelContext, current, manual
-from meshpar.parallel.sequence import SequenceLayout
+from meshpar.parallel.sequence import SEQ, SequenceLayout
 from meshpar.parallel.strategies import Parallel
-from meshpar.parallel.tensor import SEQ
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
-
-HEADS = 2
-"""The position of the heads in activations [batch, seq, heads, head_dim]."""
 
 
 def across_shards(
@@ -88,6 +82,28 @@ def over_axes(
     return exchange.to_tokens(out)
 
 
+def over_consecutive(
+    core: Core, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, window: int | None, axes: Axes, causal: bool,
+    cap: float | None,
+) -> jax.Array:  # fmt: skip
+    """Attention of rows whose shards hold consecutive tokens, as a model of the user's own has them.
+
+    Its positions and shifts need this order, so that only attention has the tokens in the zigzag layout.
+    """
+    ctx = current()
+    context = (ctx.parallel if ctx else Parallel()).attention
+    num_devices = math.prod(map(lax.axis_size, axes))
+    rings = num_devices // context.exchange(num_devices)
+    in_stages = ctx is not None and ctx.schedule is not None  # the zigzag layout takes permutes, which stages cannot
+    is_zigzag = context.arranged(num_devices).is_zigzag and not in_stages and q.shape[SEQ] % 2 == 0
+    if not (causal and rings == num_devices > 1 and is_zigzag):
+        return over_axes(core, q, k, v, segments, window, axes, SequenceLayout(rings), is_causal=causal, cap=cap)
+    order = Zigzag(axes, num_devices)
+    q, k, v, segments = jax.tree.map(order.arranged, (q, k, v, segments))
+    out = over_axes(core, q, k, v, segments, window, axes, SequenceLayout(rings, is_zigzag=True), cap=cap)
+    return order.restored(out)
+
+
 def _way(kind: str, ctx: ParallelContext | None) -> Literal["ring", "pairs", "gather"]:
     """How the keys travel. The permutes of a ring need all devices, and stages work at different times."""
     if kind == "all_gather":
@@ -109,19 +125,11 @@ def check(core: Core, num_heads: int, ctx: ParallelContext, problems: Problems) 
         what = f"the {num_devices} devices that share a row cannot be divided into groups of {group}"
         problems.add("parallel.context.group", what, fix)
     elif heads % group:
-        problems.add("parallel.context", *_heads_and_group(heads, group))
+        problems.add("parallel.context", *heads_and_group(heads, group))
     if isinstance(core, Kernel) and ctx.sequence.num_shards > 1:
         what = f"{core.kind} needs whole rows, but {context.kind} computes attention in blocks of a row"
         problems.add("model.attention", what, "model.attention=auto, or parallel.context=ulysses")
     check_pairs(ctx, problems)
-
-
-def _heads_and_group(heads: int, group: int) -> tuple[str, str]:
-    """What is wrong with this number of heads, and the nearest fix."""
-    what = f"{heads} query heads on each device cannot be divided among the {group} devices that exchange them"
-    fewer = math.gcd(heads, group)
-    smaller = f"kind: hybrid, group: {fewer}" if fewer > 1 else "kind: ring"
-    return what, f"parallel.context={{{smaller}}}, or a multiple of {group} heads"
 
 
 def describe(core: Core, num_heads: int, ctx: ParallelContext, seq_len: int, window: Window) -> str:
@@ -165,72 +173,3 @@ def _tables(
 
     keys = None if num_keys is None else grid(num_keys)
     return ShardTables(layout, grid(tokens), known_window(window), num_keys is None, keys)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Neighbouring devices exchange tokens for heads: `x[B, S, H, h] -> x[B, group S, H / group, h]`, and back.
-
-    Args:
-      axes: the mesh axes over which rows are sharded, with `num_devices`.
-      group: the number of neighbours that exchange; 1 for none.
-
-    Communication: an all-to-all of q, k, v and the result, forward and backward; an all-gather of the segments.
-    Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses).
-    """
-
-    axes: Axes
-    num_devices: int
-    group: int
-
-    def to_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the tokens of the whole group, for some query heads and the key heads that these need."""
-        if self.group == 1:
-            return q, k, v
-        if q.shape[HEADS] % self.group:
-            what, fix = _heads_and_group(q.shape[HEADS], self.group)
-            raise ConfigError(f"parallel.context: {what}; {fix}")
-        sent = sent_key_heads(q.shape[HEADS], k.shape[HEADS], self.group)
-        if sent is not None:
-            k = jnp.take(k, sent, axis=HEADS)
-            v = jnp.take(v, sent, axis=HEADS)
-        return self._all_to_all(q, HEADS, SEQ), self._all_to_all(k, HEADS, SEQ), self._all_to_all(v, HEADS, SEQ)
-
-    def to_tokens(self, out: jax.Array) -> jax.Array:
-        """Returns this device's tokens, for all heads."""
-        return out if self.group == 1 else self._all_to_all(out, SEQ, HEADS)
-
-    def whole(self, x: Int[Array, "B S"]) -> Int[Array, "B T"]:
-        """The values of all tokens of the group."""
-        if self.group == 1:
-            return x
-        return lax.all_gather(x, self.axes, axis=SEQ, tiled=True, axis_index_groups=self._groups)
-
-    def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
-        return lax.all_to_all(x, self.axes, split, concat, tiled=True, axis_index_groups=self._groups)
-
-    @property
-    def _groups(self) -> list[list[int]] | None:
-        if self.group == self.num_devices:
-            return None
-        return np.arange(self.num_devices).reshape(-1, self.group).tolist()
-
-
-def sent_key_heads(heads: int, kv_heads: int, group: int) -> np.ndarray | None:
-    """The key head to send at each place; None if each key head goes to exactly one device of a group.
-
-    Each device gets one key head if all its query heads share it; else a key head for each of its query heads.
-
-    >>> sent_key_heads(heads=8, kv_heads=4, group=4) is None
-    True
-    >>> sent_key_heads(heads=8, kv_heads=2, group=4).tolist()
-    [0, 0, 1, 1]
-    >>> sent_key_heads(heads=12, kv_heads=3, group=4).tolist()
-    [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
-    """
-    if kv_heads % group == 0:
-        return None
-    per_device = heads // group
-    served = heads // kv_heads
-    each = 1 if served % per_device == 0 else per_device
-    return np.arange(group * each) * (per_device // each) // served

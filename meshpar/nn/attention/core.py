@@ -5,53 +5,17 @@ Shapes: B batch, S query positions, T key positions, H heads, K kv_heads, G = H 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from meshpar.config import Config
-from meshpar.nn.remat import named
-from meshpar.parallel.context import ParallelContext, current, manual_axes, platform
-from meshpar.parallel.local import varies_over, varying
-from meshpar.parallel.precision import wide
-from meshpar.parallel.scopes import needed
-from meshpar.sharding.resolve import platform_of
+from meshpar.parallel.context import current
 
 Window = Int[Array, ""] | int | None
 """How many tokens a query attends to, including its own; None for all up to its own. An array if layers differ."""
-Capability = tuple[int, int]
-"""The compute capability of an NVIDIA GPU: (9, 0) for an H100."""
-ONE_WINDOW_PER_MODEL = "computes one window in all layers, and the layers of this model have different ones"
-
-
-def dot_product_attention(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    visible_BST: Bool[Array, "B S T"],
-) -> Float[Array, "B S H h"]:
-    """Computes `softmax(q k^T / sqrt(h)) v` over the visible keys of each query. Returns [B, S, H, h].
-
-    Numerics: softmax in float32 at least. Memory: the scores, B H S T.
-    """
-    batch, seq, _, size = q_BSHh.shape
-    q_BSKGh = q_BSHh.reshape(batch, seq, k_BTKh.shape[2], -1, size) * jnp.asarray(size**-0.5, q_BSHh.dtype)
-    scores = wide(jnp.einsum("bskgh,btkh->bkgst", q_BSKGh, k_BTKh))
-    scores = jnp.where(visible_BST[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BTKh.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weights, v_BTKh).reshape(q_BSHh.shape)
-
-
-def causal(segments_BS: Int[Array, "B S"], window: Window = None) -> Bool[Array, "B S S"]:
-    """Which tokens each token attends to: itself, and earlier tokens of its document."""
-    index = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    return causal_window(index, index, window) & (segments_BS[:, :, None] == segments_BS[:, None, :])
 
 
 def causal_window(queries: Int[Array, "*B S"], keys_T: Int[Array, "T"], window: Window) -> Bool[Array, "*B S T"]:
@@ -108,92 +72,6 @@ class Cache(Protocol):
         ...
 
 
-class Reference(Config):
-    """Computes all scores, and masks those that a query does not attend to. Memory: the scores, B H S S."""
-
-    shorthand: ClassVar = "kind"
-    kind: Literal["reference"] = "reference"
-
-    def __call__(
-        self, q: Float[Array, "B S H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"],
-        segments: Int[Array, "B S"] | None, window: Window,
-    ) -> Float[Array, "B S H h"]:  # fmt: skip
-        length = q.shape[1]  # a symbol in an export
-        share = needed_scores(length, window) / length**2 if isinstance(length, int) else Fraction(1)
-        with needed(share):
-            return named(dot_product_attention(q, k, v, causal(documents(segments, q), window)), "attn")
-
-    def describe(self, setting: Setting) -> str:
-        """Says which scores it computes for a row."""
-        return f"reference: all {setting.seq_len} x {setting.seq_len} scores of a row and head, which it holds"
-
-    def reference(self, seq_len: int, small_seq_len: int) -> Reference:
-        """Returns the core for a small copy of a run."""
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The attention that a program computes on each device.
-
-    Args:
-      seq_len: tokens of a row.
-      head_dim: the width of a head.
-      dtype: of queries, keys and values.
-      window: how many tokens a query attends to, the same in all layers; None for all up to its own.
-      window_varies: whether layers have different windows.
-      has_documents: whether a row may contain several documents.
-      platform: the platform that the program is compiled for; None without devices.
-      capability: the compute capability of an NVIDIA GPU, such as (9, 0).
-      is_local: whether the code computes local shards; False where GSPMD partitions it over several devices.
-    """
-
-    seq_len: int
-    head_dim: int
-    dtype: np.dtype
-    window: int | None = None
-    window_varies: bool = False
-    has_documents: bool = True
-    platform: str | None = None
-    capability: Capability | None = None
-    is_local: bool = True
-
-
-def of_run(ctx: ParallelContext, **known: Any) -> Setting:
-    """The setting of a run on its mesh."""
-    return Setting(platform=platform_of(ctx.mesh), **of_mesh(ctx), **known)
-
-
-def of_arrays(q: jax.Array, segments: jax.Array | None, window: Window) -> Setting:
-    """The setting of the program that is being traced; see `Core` for the arguments."""
-    ctx = current()
-    return Setting(
-        seq_len=q.shape[1],
-        head_dim=q.shape[3],
-        dtype=np.dtype(q.dtype),
-        window=known_window(window),
-        window_varies=not isinstance(window, int | None),
-        has_documents=segments is not None,
-        platform=platform(),
-        **(of_mesh(ctx) if ctx else {}),
-    )
-
-
-def capability(stated: str) -> Capability:
-    """A compute capability such as `9.0`, as numbers that can be compared."""
-    major, minor = stated.split(".")
-    return int(major), int(minor)
-
-
-def of_mesh(ctx: ParallelContext) -> dict[str, Any]:
-    """The fields of a setting that its mesh decides."""
-    stated = getattr(ctx.mesh.devices.flat[0], "compute_capability", "") if isinstance(ctx.mesh, Mesh) else ""
-    return {
-        "capability": capability(stated) if stated else None,
-        "is_local": ctx.is_local,
-    }
-
-
 class Documents(NamedTuple):
     """The documents of queries and of keys, where they differ. A query attends to the keys of its own document.
 
@@ -242,18 +120,3 @@ def needed_scores(seq_len: int, window: Window) -> Fraction:
     """
     width = min(window, seq_len) if isinstance(window, int) else seq_len
     return seq_len * width - Fraction(width**2, 2)
-
-
-def local_key_heads(k_BTKh: Float[Array, "B T K h"], q_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B T L h"]:
-    """Selects the key heads of the local query heads if the rules shard `heads` but not `kv_heads`; else all.
-
-    If all local query heads share one key head, it is the only one; else each query head gets its own.
-    """
-    axes = manual_axes("heads")
-    if axes == manual_axes("kv_heads"):
-        return k_BTKh
-    heads = q_BSHh.shape[2]
-    group = heads * jax.lax.axis_size(axes) // k_BTKh.shape[2]
-    first = jax.lax.axis_index(axes) * heads
-    which = (first + jnp.arange(1 if group % heads == 0 else heads, dtype=jnp.int32)) // group
-    return jnp.take(varying(k_BTKh, tuple(sorted(varies_over(q_BSHh)))), which, axis=2)

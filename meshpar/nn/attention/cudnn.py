@@ -23,8 +23,9 @@ from jaxtyping import Array, Bool, Float, Int
 from meshpar.config import Positive
 from meshpar.mesh.varying import varying_alike
 from meshpar.nn.attention.blocks import GPU_BLOCK_SIZE, Blocks
-from meshpar.nn.attention.core import ONE_WINDOW_PER_MODEL, Capability, Setting, Window, capability, of_arrays, of_mesh
+from meshpar.nn.attention.core import Window
 from meshpar.nn.attention.kernel import Kernel
+from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Capability, Setting, capability, of_arrays, of_mesh
 from meshpar.parallel.context import constrain, current
 from meshpar.parallel.scopes import taken
 from meshpar.sharding.resolve import is_compile_only

@@ -10,21 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.mesh.varying import Axes
 from meshpar.nn.attention.auto import Auto, between
 from meshpar.nn.attention.blocks import Blocks, block_size, in_blocks
-from meshpar.nn.attention.context_parallel import over_axes
+from meshpar.nn.attention.context_parallel import over_consecutive
 from meshpar.nn.attention.core import HIDDEN_KEY, HIDDEN_QUERY, Documents, documents, known_window, shares_rows
 from meshpar.nn.attention.shards import Shards
 from meshpar.nn.attention.tables import BlockGrid, ShardTables
-from meshpar.nn.attention.zigzag import Zigzag
-from meshpar.parallel.context import current, platform
-from meshpar.parallel.sequence import SequenceLayout
-from meshpar.parallel.strategies import Parallel
-from meshpar.parallel.tensor import SEQ
+from meshpar.parallel.context import platform
+from meshpar.parallel.sequence import SEQ, SequenceLayout
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature
 
@@ -123,7 +119,7 @@ def local_attention(
         q = q * jnp.asarray(scale / usual, q.dtype)
     is_plain = causal and cap is None and not isinstance(segments, Documents)  # which every core computes
     if axes:
-        return _of_shards(Auto() if is_plain else Blocks(), q, k, v, segments, window, axes, causal, cap)
+        return over_consecutive(Auto() if is_plain else Blocks(), q, k, v, segments, window, axes, causal, cap)
     if is_plain:
         return Auto()(q, k, v, segments, window)
     if not causal and cap is None and segments is None and (out := between(q, k, v)) is not None:
@@ -131,22 +127,3 @@ def local_attention(
     queries, keys = (BlockGrid(x.shape[SEQ], block_size(platform())) for x in (q, k))
     tables = ShardTables(SequenceLayout(1), queries, known_window(window), causal, None if causal else keys)
     return in_blocks(Shards(tables, cap=cap), q, k, v, documents(segments, q, k), window)
-
-
-def _of_shards(
-    core: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, window: int | None, axes: Axes, causal: bool,
-    cap: float | None,
-) -> jax.Array:  # fmt: skip
-    """Attention of rows whose shards hold consecutive tokens."""
-    ctx = current()
-    context = (ctx.parallel if ctx else Parallel()).attention
-    num_devices = math.prod(map(lax.axis_size, axes))
-    rings = num_devices // context.exchange(num_devices)
-    in_stages = ctx is not None and ctx.schedule is not None  # the zigzag layout takes permutes, which stages cannot
-    is_zigzag = context.arranged(num_devices).is_zigzag and not in_stages and q.shape[SEQ] % 2 == 0
-    if not (causal and rings == num_devices > 1 and is_zigzag):
-        return over_axes(core, q, k, v, segments, window, axes, SequenceLayout(rings), is_causal=causal, cap=cap)
-    order = Zigzag(axes, num_devices)
-    q, k, v, segments = jax.tree.map(order.arranged, (q, k, v, segments))
-    out = over_axes(core, q, k, v, segments, window, axes, SequenceLayout(rings, is_zigzag=True), cap=cap)
-    return order.restored(out)

@@ -10,7 +10,8 @@ import jax
 from meshpar.config import Config
 from meshpar.errors import ConfigError, Problems
 from meshpar.nn.attention.blocks import Blocks
-from meshpar.nn.attention.core import Core, Setting, Window, of_arrays
+from meshpar.nn.attention.core import Core, Window
+from meshpar.nn.attention.setting import Setting, of_arrays
 
 
 class Kernel(Config):

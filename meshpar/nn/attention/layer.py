@@ -9,22 +9,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.attention.context_parallel import across_shards, sent_key_heads
+from meshpar.nn.attention.context_parallel import across_shards
 from meshpar.nn.attention.core import CachedCore, Core, Window
-from meshpar.nn.layers import Projection, RMSNorm, filled, within_layer
+from meshpar.nn.attention.key_heads import KeyPlaces, key_places
+from meshpar.nn.layers import Projection, RMSNorm, filled
 from meshpar.nn.remat import named
 from meshpar.nn.rotary import RopeAngles, apply_rope
 from meshpar.parallel.context import constrain, planned
 from meshpar.parallel.precision import wide
-from meshpar.partition.op import apply
-from meshpar.partition.signature import Call, Signature
 
-PLACE = "place"
 Bias = Literal["none", "qkv", "all"]
 QKNorm = bool | Literal["all_heads"]
 """Whether each head of queries and keys is normalized alone, or all heads of a token together."""
@@ -59,17 +55,8 @@ class Attention(nnx.Module):
         segments: Int[Array, "B S"] | None = None, rope: RopeAngles | None = None, window: Window = None,
     ) -> tuple[Float[Array, "B S D"], Any]:  # fmt: skip
         """Returns the output, and the core's new cache if it has one; see `Core` for the other arguments."""
-        of_k, of_v, k_norm = self.k, self.v, self.k_norm
         stores = isinstance(core, CachedCore)
-        if not stores and (sent := _sent_key_heads(self.num_heads, self.num_kv_heads)) is not None:
-            of_k, of_v, k_norm = _of_places(sent, (of_k, of_v, k_norm))
-        q, k, v = self.q(x_BSD), of_k(x_BSD), of_v(x_BSD)
-        if self.q_norm is not None and k_norm is not None:
-            q = self.q_norm(q)
-            k = k_norm(k)
-        if rope is not None:
-            q = apply_rope(q, rope)
-            k = apply_rope(k, rope)
+        q, k, v = self._projected(x_BSD, rope, None if stores else key_places(self.num_heads, self.num_kv_heads))
         q = constrain(q, "batch", "seq", "heads", "head_dim")
         q = named(q, "q")
         k = named(k, "k")
@@ -84,40 +71,19 @@ class Attention(nnx.Module):
         out = constrain(out, "batch", "seq", "heads", "head_dim")
         return self.o(out), cache
 
-
-def _sent_key_heads(heads: int, kv_heads: int) -> np.ndarray | None:
-    """The key head at each place of a planned program whose devices share query heads, but no key heads; else None."""
-    ctx = planned()
-    if ctx is None or ctx.axes("heads") == ctx.axes("kv_heads"):
-        return None
-    num = ctx.shards("heads")
-    sent = sent_key_heads(heads, kv_heads, num)
-    return np.arange(kv_heads) if sent is None else sent
-
-
-def _of_places(sent: np.ndarray, modules: Any) -> Any:
-    """The same modules with a key head for each place, which is sharded as the query heads are.
-
-    So a device projects the keys of its own heads, and what is summed over devices is the gradient of parameters.
-    """
-    graph, params = nnx.split(modules)
-    places = constrain(jnp.arange(len(sent)), "heads")
-
-    def placed(param: Any) -> Any:
-        dims = within_layer(param)
-        if "kv_heads" not in dims:
-            return param
-        axis = dims.index("kv_heads")
-
-        def take(call: Call, x: jax.Array, places: jax.Array) -> list[jax.Array]:
-            heads = [jnp.asarray(sent)[place] for place in places]
-            return [jnp.concatenate([lax.dynamic_slice_in_dim(x, head, 1, axis) for head in heads], axis)]
-
-        given = tuple(None if i == axis else i for i in range(len(dims)))
-        taken = tuple(PLACE if i == axis else i for i in range(len(dims)))
-        return param.replace(apply(Signature((given, (PLACE,)), (taken,), take, pins=True), param[...], places)[0])
-
-    return nnx.merge(graph, jax.tree.map(placed, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+    def _projected(
+        self, x_BSD: Float[Array, "B S D"], rope: RopeAngles | None, places: KeyPlaces | None
+    ) -> tuple[Float[Array, "B S H h"], Float[Array, "B S K h"], Float[Array, "B S K h"]]:
+        """Queries, keys and values, rotated if there are positions to rotate by."""
+        of_k, of_v, k_norm = self.k, self.v, self.k_norm
+        if places:
+            of_k, of_v, k_norm = places.of_modules((of_k, of_v, k_norm))
+        q, k, v = self.q(x_BSD), of_k(x_BSD), of_v(x_BSD)
+        if self.q_norm is not None and k_norm is not None:
+            q, k = self.q_norm(q), k_norm(k)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        return (q, places.of_heads(k), places.of_heads(v)) if places else (q, k, v)
 
 
 class AllHeadsNorm(nnx.Module):

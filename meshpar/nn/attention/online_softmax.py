@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from meshpar.mesh.varying import varying_like
 from meshpar.nn.attention.core import causal_window
 from meshpar.nn.attention.tables import BlockGrid, Grids
-from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide, wide_dtype
 from meshpar.parallel.xla import not_before
 

@@ -24,9 +24,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from meshpar.nn.attention.blocks import BLOCK_SIZE
 from meshpar.nn.attention.codes import Stored, decoded, encoded
-from meshpar.nn.attention.core import Core, Window, causal_window, dot_product_attention, local_key_heads
+from meshpar.nn.attention.core import Core, Window, causal_window
 from meshpar.nn.attention.kernel import for_prompts
+from meshpar.nn.attention.key_heads import local_key_heads
 from meshpar.nn.attention.online_softmax import Softmax, empty, masked_scores
+from meshpar.nn.attention.reference import dot_product_attention
 from meshpar.parallel.context import constrain, planned
 from meshpar.partition.op import apply
 from meshpar.partition.signature import Call, Signature

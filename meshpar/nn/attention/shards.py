@@ -23,12 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.collectives.permute import permute
 from meshpar.collectives.swap import pairings, swap
-from meshpar.mesh.varying import Axes
+from meshpar.mesh.varying import Axes, varying_like
 from meshpar.nn.attention.core import Documents
 from meshpar.nn.attention.online_softmax import Inputs, Tokens, add_gradients, backward_of, empty, extend
 from meshpar.nn.attention.tables import Grids, ShardTables
 from meshpar.nn.remat import named
-from meshpar.parallel.local import varying_like
 from meshpar.parallel.scopes import needed, taken
 from meshpar.parallel.xla import in_order, not_before, recomputed
 

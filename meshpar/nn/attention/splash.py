@@ -20,10 +20,11 @@ import pydantic
 from jaxtyping import Array, Float, Int
 
 from meshpar.config import Positive
-from meshpar.nn.attention.core import ONE_WINDOW_PER_MODEL, Setting, Window, needed_scores, of_arrays
+from meshpar.mesh.varying import unchecked, varying_alike
+from meshpar.nn.attention.core import Window, needed_scores
 from meshpar.nn.attention.kernel import Kernel
+from meshpar.nn.attention.setting import ONE_WINDOW_PER_MODEL, Setting, of_arrays
 from meshpar.nn.remat import named
-from meshpar.parallel.local import unchecked, varying_alike
 from meshpar.parallel.scopes import declared, needed
 
 LANES = 128

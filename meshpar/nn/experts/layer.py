@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meshpar.nn.experts.capacity import by_capacity
+from meshpar.nn.experts.capacity import by_capacity, of_places
 from meshpar.nn.experts.config import Experts
 from meshpar.nn.experts.dropless import dropless
 from meshpar.nn.experts.mlp import RoutedExperts
 from meshpar.nn.experts.on_shards import on_shards
-from meshpar.nn.experts.places import of_places
 from meshpar.nn.experts.routing import Router, Routes, means
 from meshpar.nn.layers import SwiGLU, within_layer
 from meshpar.nn.remat import Activation

@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 
 from meshpar.collectives.permute import permute
-from meshpar.parallel.local import Axes, zeros_of
+from meshpar.mesh.varying import Axes
+from meshpar.parallel.local import zeros_of
 from meshpar.parallel.pipeline.partition import StagePartition
 
 Edge = tuple[int, int, int, int]

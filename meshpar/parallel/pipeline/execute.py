@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives.permute import permute
+from meshpar.mesh.varying import varying
 from meshpar.parallel.batch import Batch, split_off_shared
 from meshpar.parallel.context import ParallelContext, manual
-from meshpar.parallel.local import varying, zeros_of
+from meshpar.parallel.local import zeros_of
 from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.exchange import Exchange, exchange
 from meshpar.parallel.pipeline.layers import StageLayers, zeros_for_sums

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.mesh.varying import varying, varying_like
 from meshpar.parallel.batch import Batch
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.local import varying, varying_like, zeros_of
+from meshpar.parallel.local import zeros_of
 from meshpar.parallel.outputs import Shares
 from meshpar.parallel.pipeline.exchange import Exchange
 from meshpar.parallel.pipeline.model import LayerStack

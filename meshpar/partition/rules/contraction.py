@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.parallel.linear import matmul
+from meshpar.partition.matmul import matmul
 from meshpar.partition.plan import Scope
 from meshpar.partition.rules.chunks import gathering, in_chunks, lettered
 from meshpar.partition.rules.quantized import in_8_bits

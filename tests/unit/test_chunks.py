@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar.parallel import projection, tensor
-from meshpar.parallel.projection import MIN_BYTES, MIN_TOKENS, chunk_length, describe_chunk
+from meshpar.train import chunks, token_loss
+from meshpar.train.chunks import MIN_BYTES, MIN_TOKENS, chunk_length, describe_chunk
 from meshpar.train.projected import summed_over_logits
 from tests.comparison import largest_difference
 
@@ -36,7 +36,7 @@ def drawn(dtype: Any = jnp.float64, scale: float = 1.0) -> tuple[jax.Array, jax.
 
 
 def weighted(logits: jax.Array, tokens: Any, shared: None) -> jax.Array:
-    nll = tensor.cross_entropy(logits, tokens["targets"], VOCAB, 0.1, 1e-2)
+    nll = token_loss.cross_entropy(logits, tokens["targets"], VOCAB, 0.1, 1e-2)
     return (nll * tokens["weights"].astype(nll.dtype)).sum()
 
 
@@ -62,9 +62,9 @@ def test_chunks_of_any_length_change_no_gradient(chunk, float64):
 
 
 def test_planted_an_ignored_cotangent_is_seen(float64, monkeypatch):
-    unscaled = jax.custom_vjp(projection._summed.fun, nondiff_argnums=(0, 1))
-    unscaled.defvjp(projection._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None, None))
-    monkeypatch.setattr(projection, "_summed", unscaled)
+    unscaled = jax.custom_vjp(chunks._summed.fun, nondiff_argnums=(0, 1))
+    unscaled.defvjp(chunks._with_gradients, lambda cost, length, gradients, cotangent: (*gradients, None, None))
+    monkeypatch.setattr(chunks, "_summed", unscaled)
     assert difference(6) > 1e-2
     assert difference("none") == 0
 
@@ -89,7 +89,7 @@ def test_the_heads_gradient_is_summed_in_float32(monkeypatch):
         return float(jnp.linalg.norm(found.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
 
     assert error(2) < 1.2 * error("none")
-    monkeypatch.setattr(projection, "wide", lambda x: x)
+    monkeypatch.setattr(chunks, "wide", lambda x: x)
     assert error(2) > 1.5 * error("none")
 
 

@@ -13,7 +13,6 @@ Source: Hsu et al. 2024, arXiv:2410.10989 (Liger Kernel).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from meshpar.parallel import tensor
+from meshpar.mesh.varying import varying_like
 from meshpar.parallel.context import constrain, current
-from meshpar.parallel.local import varying_like
 from meshpar.parallel.precision import wide
+from meshpar.parallel.sequence import SEQ
 from meshpar.tree import human_bytes
 
 Chunk = Literal["auto", "none"] | int
@@ -81,26 +80,6 @@ def describe_chunk(chunk: Chunk, rows: int, seq: int, hidden_size: int, vocab: i
     return f"{chunks}: {held} of logits at a time, not {human_bytes(seq * position_bytes)}"
 
 
-@dataclass(frozen=True)
-class Projection:
-    """Logits that are not computed yet.
-
-    Args:
-      hidden: [batch, residual_seq, embed], the output of the last norm.
-      head: [embed, vocab].
-    """
-
-    hidden: jax.Array
-    head: jax.Array
-
-    def logits(self) -> Float[Array, "B S V"]:
-        """The logits [batch, seq, vocab]."""
-        return logits_of(self.hidden, self.head)
-
-
-jax.tree_util.register_dataclass(Projection, ["hidden", "head"], [])
-
-
 def length_on_device(chunk: Chunk, rows: int, seq: int, head: jax.Array) -> int | None:
     """`chunk_length` for these rows and this head: global arrays under GSPMD, else local shards."""
     if _global("seq") > 1:  # GSPMD would gather a sharded sequence to cut it in chunks
@@ -115,11 +94,6 @@ def summed_in_chunks(
     """See `train.projected`. The hidden states are those of whole rows, typed as varying like the head."""
     hidden = constrain(hidden, "batch", "seq", "embed")
     return _summed(cost, length, hidden, _for_each_group(head), tokens, shared)
-
-
-def logits_of(hidden_BSD: Float[Array, "B S D"], head_DV: Float[Array, "D V"]) -> Float[Array, "B S V"]:
-    """The logits of a device's tokens, for its shard of the vocabulary. Communication: none."""
-    return constrain(jnp.einsum("bsd,dv->bsv", hidden_BSD, head_DV), "batch", "seq", "vocab")
 
 
 def _for_each_group(head: Float[Array, "D V"]) -> Float[Array, "G D V"]:
@@ -184,12 +158,12 @@ def _in_chunks(
     Returns:
       The last carry, the sum of the numbers, and the trees joined to [batch, seq, ...].
     """
-    seq = jax.tree.leaves(arrays)[0].shape[tensor.SEQ]
+    seq = jax.tree.leaves(arrays)[0].shape[SEQ]
     rest = seq % length
 
     def visit_from(carry: Any, start: jax.Array | int, size: int = length) -> Any:
         # Slices of whole arrays: as inputs of the scan, the arrays would be copied in chunks.
-        return visit(carry, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, tensor.SEQ), arrays))
+        return visit(carry, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, SEQ), arrays))
 
     def join(x: jax.Array) -> jax.Array:
         return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
@@ -201,5 +175,5 @@ def _in_chunks(
     if rest:
         carry, (last, more) = visit_from(carry, seq - rest, rest)
         total += last
-        found = jax.tree.map(lambda *both: jnp.concatenate(both, tensor.SEQ), found, more)
+        found = jax.tree.map(lambda *both: jnp.concatenate(both, SEQ), found, more)
     return carry, total, found
