@@ -29,7 +29,8 @@ from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.interop.kinds import kinds_of
-from meshpar.models.contract import ModelProgram, Vocabulary
+from meshpar.models.contract import ModelProgram
+from meshpar.models.decoder import DecoderModel
 from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.optim.base import Matrix
 from meshpar.optim.freeze import for_good
@@ -357,8 +358,7 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
     where = f"distill: the teacher in {distill.teacher}"
     try:
         teacher = Run(**config | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
-        taught = _vocabulary(teacher)
-        own = _vocabulary(run)
+        taught, own = _decoder(teacher), _decoder(run)
         rules = unstaged(distill.rules or run.rules)
         update = {"data": run.data, "lowering": run.lowering, "rules": rules, "parallel": Parallel()}
         prepared = prepare(teacher.model_copy(update=update), mesh)
@@ -368,23 +368,28 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
         raise ConfigError(
             f"{where}: its rules shard rows over other axes than the run's; set the same rules.seq in both"
         )
-    if taught != own:
-        what = f"has {taught.size} token ids in {taught.padded} rows of its vocabulary"
-        raise ConfigError(f"{where} {what}, this model {own.size} in {own.padded}")
+    if (taught.vocab_size, taught.padded_vocab) != (own.vocab_size, own.padded_vocab):
+        what = f"has {taught.vocab_size} token ids in {taught.padded_vocab} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {own.vocab_size} in {own.padded_vocab}")
     return prepared
 
 
-def _vocabulary(run: Run) -> Vocabulary:
-    if not (found := run.model.vocabulary()):
-        raise ConfigError(f"{found.because}; a teacher and its student must be of kind llama or gpt")
-    return found
+def _decoder(run: Run) -> DecoderModel:
+    """The model of a run with a teacher, or of the teacher.
+
+    Raises:
+      ConfigError: it is a user's own.
+    """
+    if not isinstance(run.model, DecoderModel):
+        what = f"a model of kind {run.model.kind} computes its loss itself"
+        raise ConfigError(f"{what}; a teacher and its student must be of kind llama or gpt")
+    return run.model
 
 
 def _taught(student: Prepared, distill: Distill) -> Prepared:
     """The same run, with its teacher in the step."""
     taught_by = _teacher(student.run, distill, student.mesh)
-    model = taught_by.run.model.generation()
-    assert model, "a teacher is a decoder"
+    model = _decoder(taught_by.run)
     forward = model.program(task_of(taught_by.run)).forward
     assert forward is not None, "a decoder has a forward"
     teacher = Teacher(

@@ -15,6 +15,7 @@ from meshpar.experiment.config import Run
 from meshpar.interop.flax_model import Import
 from meshpar.interop.options import Options
 from meshpar.models.contract import LayerStack, Task
+from meshpar.models.decoder import DecoderModel
 from meshpar.nn.experts import Experts
 from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.checks import (
@@ -235,8 +236,9 @@ def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
 
 
 def _check_cache(run: Run, problems: Problems) -> None:
-    if run.precision.cache and not (model := run.model.generation()):
-        problems.add("precision.cache", model.because, "precision.cache=null")
+    if run.precision.cache and not isinstance(run.model, DecoderModel):
+        what = "only meshpar's own decoders can cache the keys and values of tokens"
+        problems.add("precision.cache", what, "precision.cache=null")
 
 
 def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
@@ -247,9 +249,7 @@ def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
             rows = run.data.batch_size // (ctx.shards("batch") * run.num_microbatches)
             schedule = f"{{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}"
             problems.add("parallel.pipeline", what, f"parallel.pipeline={schedule}, or no preset pipeline")
-    elif not (layers := run.model.layer_stack()):
-        problems.add("parallel.pipeline", layers.because, "parallel.pipeline=null")
-    elif ctx.schedule:
+    elif ctx.schedule and (layers := run.model.layer_stack()):
         before = len(problems)
         _check_layers(layers, ctx.schedule, ctx, problems)
         ctx.schedule.check(num_stages, problems)

@@ -26,7 +26,7 @@ from meshpar.interop.modes import mode
 from meshpar.interop.module import Functions, functions
 from meshpar.interop.named_loss import ModelCall
 from meshpar.interop.specs import Init, check_axes, specs_of
-from meshpar.models.contract import ModelContract, ModelProgram, Task, Unsupported, Vocabulary
+from meshpar.models.contract import ModelContract, ModelProgram, Task
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
@@ -129,9 +129,6 @@ class Import(ModelContract):
         loss = _own(target, user.module, carried is not None)
         return Functions(user.init, loss, loss, carried, draws=True)
 
-    def vocabulary(self) -> Vocabulary | Unsupported:
-        return Unsupported(f"{self.target} is imported")
-
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
         if task.named and self.manual:
             what = "a loss by name is written for whole arrays, and this model for local shards"
@@ -188,9 +185,6 @@ class Import(ModelContract):
             what = f"{self.target} has state that the forward changes: {', '.join(kept)}"
             raise ConfigError(f"{what}; a model generates from its parameters alone")
         return Causal(apply, decoding, self.axes), user.init
-
-    def hugging_face(self) -> Unsupported:
-        return Unsupported("an imported model, for which Hugging Face has no architecture; export --format stablehlo")
 
     def _next_token_losses(self, user: _Model, task: Task, carried: Any) -> tuple[Callable[..., LossSums], ...]:
         """Returns the loss of a step and the loss of an evaluation."""

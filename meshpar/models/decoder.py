@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from meshpar.errors import Problems
-from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task, Vocabulary
+from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task
 from meshpar.models.reference import Scale, decoder_sizes
 from meshpar.nn.attention import context_parallel
 from meshpar.nn.attention.core import Setting, of_run
@@ -174,8 +174,8 @@ class DecoderModel(Decoder, ModelContract):
     def reference(self, scale: Scale) -> Self:
         return type(self).model_validate(self.model_dump() | decoder_sizes(self, scale))
 
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.vocab_size, self.padded_vocab)
+    def vocabulary(self) -> int:
+        return self.vocab_size
 
     @property
     def has_own_layers(self) -> bool:
@@ -183,9 +183,3 @@ class DecoderModel(Decoder, ModelContract):
 
     def layer_stack(self) -> LayerStack:
         return LayerStack(tuple(map(len, self.stacks.values())), self.pad_layers_to_multiple)
-
-    def generation(self) -> DecoderModel:
-        return self
-
-    def hugging_face(self) -> DecoderModel:
-        return self
