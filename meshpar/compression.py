@@ -117,8 +117,9 @@ def _check_settings(weights: Quantized | None, low_rank_error: float | None) -> 
 
 def _plain_decoder(run: Run) -> DecoderModel:
     """The run's decoder, which is not compressed yet."""
-    if not (model := run.model.generation()):
-        raise ConfigError(f"model.kind = {run.model.kind}: only projections of meshpar's own decoders are compressed")
+    model = run.model
+    if not isinstance(model, DecoderModel):
+        raise ConfigError(f"model.kind = {model.kind}: only projections of meshpar's own decoders are compressed")
     if model.weights or model.low_rank:
         key = "weights" if model.weights else "low_rank"
         raise ConfigError(f"model.{key}: the run is compressed already; compress the original run")

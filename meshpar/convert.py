@@ -33,6 +33,7 @@ from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of, is_adapter
 from meshpar.interop.peft_export import write_adapter
 from meshpar.mesh.layout import MeshLayout
+from meshpar.models.contract import ModelContract
 from meshpar.models.decoder import DecoderModel
 from meshpar.nn.compressed import dense, dequantized
 from meshpar.optim import AdamW
@@ -188,8 +189,7 @@ def to_hf(source: Path | str, folder: Path | str, largest_file: int = LARGEST_FI
     if isinstance(run.model, FamilyModel):
         export(folder, run.model, params, companions, largest_file)
         return
-    if not (model := run.model.hugging_face()):
-        raise CheckpointError(f"{saved.folder} holds {model.because}")
+    model = _with_architecture(run.model, saved)
     plain = model.model_copy(update={"weights": None, "low_rank": ()})
     with TemporaryDirectory() as own:
         if companions is None:
@@ -216,9 +216,7 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
     params = flatten_with_paths(nested)
     if run.lora is None:
         raise CheckpointError(f"{saved.folder} was trained without LoRA; export with --format hf")
-    model = run.model if isinstance(run.model, FamilyModel) else run.model.hugging_face()
-    if not model:
-        raise CheckpointError(f"{saved.folder} holds {model.because}")
+    model = run.model if isinstance(run.model, FamilyModel) else _with_architecture(run.model, saved)
     if isinstance(model, DecoderModel):
         if model.low_rank:
             what = f"{saved.folder} adapts a compressed model, which PEFT has not"
@@ -227,6 +225,18 @@ def to_peft(source: Path | str, folder: Path | str, base: str | None = None) -> 
         model = model.model_copy(update={"weights": None})
     base = base or base_of(run, saved.run_dir)
     write_adapter(folder, model, run.lora, params, base, _companions(run, saved))
+
+
+def _with_architecture(model: ModelContract, saved: Saved) -> DecoderModel:
+    """The model, which has an architecture of Hugging Face.
+
+    Raises:
+      CheckpointError: it is a user's own.
+    """
+    if not isinstance(model, DecoderModel):
+        what = "an imported model, for which Hugging Face has no architecture; export --format stablehlo"
+        raise CheckpointError(f"{saved.folder} holds {what}")
+    return model
 
 
 def base_of(run: Run, run_dir: Path) -> str:
@@ -313,8 +323,8 @@ def trained(source: Path) -> tuple[Run, dict[str, jax.Array], Saved]:
     run, prepared, params, saved = _restored(source)
     if not prepared.merged:
         return run, flatten_with_paths(params), saved
-    model = run.model.generation()
-    if model and model.weights:  # the sums are no codes
+    model = run.model
+    if isinstance(model, DecoderModel) and model.weights:  # the sums are no codes
         run = run.model_copy(update={"model": model.model_copy(update={"weights": None})})
     return run, dict(prepared.merged(params)), saved
 

@@ -86,7 +86,7 @@ def serve(
     from meshpar.serve.source import open_source
 
     opened = open_source(source, overrides or [])
-    if not opened.run.model.generation():
+    if not opened.decoder:
         raise ConfigError(
             "the bench compares batches of meshpar's own decoders; a model of your own has another engine"
         )

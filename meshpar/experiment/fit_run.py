@@ -31,6 +31,7 @@ from meshpar.experiment.rollouts import of_prompts, rollouts_of
 from meshpar.experiment.start import beginning_of, keep_files_of_source, newest_described, order_of
 from meshpar.mesh.cursor import of_process as cursor_of
 from meshpar.mesh.join import check_joined
+from meshpar.models.decoder import DecoderModel
 from meshpar.optim.ema import averaged
 from meshpar.parallel.batch import TEACHER
 from meshpar.progress import busy, say
@@ -212,7 +213,7 @@ class _Fit:
         if end == first and jax.process_index() == 0:
             say(announce.nothing(run.run_dir, end, restored.get("changed", {})))
         elif self._prints:
-            generates = bool(run.model.generation()) and not isinstance(run.data.tokenizer, Ids)
+            generates = isinstance(run.model, DecoderModel) and not isinstance(run.data.tokenizer, Ids)
             say(announce.end(run.run_dir, end, generates))
 
 

@@ -29,7 +29,8 @@ from meshpar.inspection.inspect import Inspection, axes_name
 from meshpar.inspection.program.hlo import Collective as Sent
 from meshpar.inspection.program.hlo import collectives_of, total_sent_bytes
 from meshpar.interop.kinds import kinds_of
-from meshpar.models.contract import ModelProgram, Vocabulary
+from meshpar.models.contract import ModelProgram
+from meshpar.models.decoder import DecoderModel
 from meshpar.nn.quantized_kernel import is_quantized
 from meshpar.optim.base import Matrix
 from meshpar.optim.freeze import for_good
@@ -56,7 +57,7 @@ class Prepared(Training):
 
     run: Run
     kinds: Any
-    """Tree of `Matrix` like the parameters: by the names of dims, or by the use in an imported model's loss."""
+    """Tree of `Matrix` like the parameters: how the loss uses them."""
     taught_by: Prepared | None = None
     """The training of the teacher, on the same mesh."""
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -294,8 +295,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     options.check_complex(specs, ctx)
     quantized = tuple(path for path in flatten_with_paths(specs) if is_quantized(path))
     frozen, rows = options.frozen(specs, quantized + state_paths), options.frozen_rows(specs, ctx)
-    by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)
-    kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
+    kinds = _kinds(run, model, specs)
     prepared = Prepared(
         run=run,
         specs=specs,
@@ -305,8 +305,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         carried=model.carried,
         init_carried=model.init_carried,
         key=partial(step_key, run.seed) if model.uses_rng else None,
-        is_of_whole_arrays=model.is_of_whole_arrays,
-        reads_positions=model.reads_positions,
+        is_local=run.model.is_local,
         frozen=frozen,
         frozen_rows=rows,
         update=options.update(specs, frozen, rows, kinds, model.state),
@@ -321,7 +320,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         added=model.added,
         kinds=kinds,
     ).in_stages()
-    prepared.check_context()
+    prepared.check_strategies()
     return prepared if run.distill is None else _taught(prepared, run.distill)
 
 
@@ -334,16 +333,19 @@ def _arrays(run: Run) -> dict[str, ArraySpec]:
     return {name: spec for name, spec in packed.items() if name not in run.data.omitted}
 
 
-def _by_use(run: Run, model: ModelProgram) -> Any:
-    """How an imported model's loss uses each parameter: a tree of `Matrix`."""
-    batch = _arrays(run)
+def _kinds(run: Run, model: ModelProgram, specs: Any) -> Any:
+    """A tree of `Matrix`: how the loss uses each parameter, which it gets in the dtype in which the run computes."""
+    given = stored_in(specs, np.dtype(run.precision.compute), model.state.paths if model.state else ())
+    copies = {one.key: given for one in model.added if one.is_of_loss}
+    carried = model.carried | copies if copies else model.carried
     key = jax.eval_shape(partial(step_key, run.seed), 0) if model.uses_rng else None
-    return kinds_of(model.loss, model.specs, batch, key, model.carried)
+    by_use = kinds_of(model.loss, given, _arrays(run), key, carried)
+    return jax.tree.map(_is_table_by_either, by_use, specs)
 
 
-def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
+def _is_table_by_either(by_use: Matrix, spec: ArraySpec) -> Matrix:
     """The head of a model is a table too, which its names say, but its use does not."""
-    return replace(by_use, is_table=by_use.is_table or by_name.is_table)
+    return replace(by_use, is_table=by_use.is_table or Matrix.of(spec.dims).is_table)
 
 
 def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
@@ -357,8 +359,7 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
     where = f"distill: the teacher in {distill.teacher}"
     try:
         teacher = Run(**config | {"distill": None, "num_microbatches": 1, "freeze": (), "init": None})
-        taught = _vocabulary(teacher)
-        own = _vocabulary(run)
+        taught, own = _decoder(teacher), _decoder(run)
         rules = unstaged(distill.rules or run.rules)
         update = {"data": run.data, "lowering": run.lowering, "rules": rules, "parallel": Parallel()}
         prepared = prepare(teacher.model_copy(update=update), mesh)
@@ -368,23 +369,28 @@ def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:
         raise ConfigError(
             f"{where}: its rules shard rows over other axes than the run's; set the same rules.seq in both"
         )
-    if taught != own:
-        what = f"has {taught.size} token ids in {taught.padded} rows of its vocabulary"
-        raise ConfigError(f"{where} {what}, this model {own.size} in {own.padded}")
+    if (taught.vocab_size, taught.padded_vocab) != (own.vocab_size, own.padded_vocab):
+        what = f"has {taught.vocab_size} token ids in {taught.padded_vocab} rows of its vocabulary"
+        raise ConfigError(f"{where} {what}, this model {own.vocab_size} in {own.padded_vocab}")
     return prepared
 
 
-def _vocabulary(run: Run) -> Vocabulary:
-    if not (found := run.model.vocabulary()):
-        raise ConfigError(f"{found.because}; a teacher and its student must be of kind llama or gpt")
-    return found
+def _decoder(run: Run) -> DecoderModel:
+    """The model of a run with a teacher, or of the teacher.
+
+    Raises:
+      ConfigError: it is a user's own.
+    """
+    if not isinstance(run.model, DecoderModel):
+        what = f"a model of kind {run.model.kind} computes its loss itself"
+        raise ConfigError(f"{what}; a teacher and its student must be of kind llama or gpt")
+    return run.model
 
 
 def _taught(student: Prepared, distill: Distill) -> Prepared:
     """The same run, with its teacher in the step."""
     taught_by = _teacher(student.run, distill, student.mesh)
-    model = taught_by.run.model.generation()
-    assert model, "a teacher is a decoder"
+    model = _decoder(taught_by.run)
     forward = model.program(task_of(taught_by.run)).forward
     assert forward is not None, "a decoder has a forward"
     teacher = Teacher(

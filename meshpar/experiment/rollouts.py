@@ -14,6 +14,7 @@ from meshpar.data.dataset import Dataset
 from meshpar.errors import ConfigError
 from meshpar.experiment.prepare import Prepared
 from meshpar.interop import user_code
+from meshpar.models.decoder import DecoderModel
 from meshpar.train.grpo import GRPO
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def rollouts_of(prepared: Prepared, train: Any) -> Rollouts | None:
         with user_code.blamed(run.loss.reward):  # pyright: ignore
             return reward(answers, lines)
 
-    model = run.model.generation()
-    assert model, "validated"
+    model = run.model
+    assert isinstance(model, DecoderModel), "validated"
     run.run_dir.mkdir(parents=True, exist_ok=True)
     return Rollouts(
         model=model, ctx=prepared.ctx, dtype=np.dtype(run.precision.params), cache_format=run.precision.cache,

@@ -25,6 +25,7 @@ from meshpar.interop.open_folder import open_folder
 from meshpar.interop.peft import files_of, is_adapter
 from meshpar.interop.peft_params import AdapterParams, adapter_params
 from meshpar.interop.pretrained import PretrainedBeginning, check_ids, model_files
+from meshpar.models.decoder import DecoderModel
 from meshpar.nn.compressed import kernels_in_codes
 from meshpar.nn.lora import NAME, is_lora
 from meshpar.regular_files import nearby
@@ -79,8 +80,8 @@ def _pretrained(prepared: Prepared, init: Init, folder: Path) -> PretrainedBegin
 
 def from_files(prepared: Prepared, pretrained: Pretrained) -> PretrainedBeginning:
     """The weights of a Hugging Face folder, in codes where the model stores codes."""
-    model = prepared.run.model.generation()
-    codes = kernels_in_codes(model.abstract()) if model and model.weights else {}
+    model = prepared.run.model
+    codes = kernels_in_codes(model.abstract()) if isinstance(model, DecoderModel) and model.weights else {}
     return PretrainedBeginning(prepared, pretrained, codes)
 
 
@@ -92,10 +93,10 @@ def _adapter(prepared: Prepared, folder: Path | None, of_model: Path) -> Adapter
     """
     if folder is None:
         return None
-    lora, model = prepared.run.lora, prepared.run.model.hugging_face()
+    lora, model = prepared.run.lora, prepared.run.model
     if lora is None:
         raise ConfigError(f"init.adapter: {folder} needs lora, which trains it")
-    if not model:
+    if not isinstance(model, DecoderModel):
         raise ConfigError(f"init.adapter: {folder} is for meshpar's own decoders; init.from_hf={folder} merges it")
     if not is_adapter(folder):
         raise ConfigError(f"init.adapter: {folder} is no folder with an adapter_config.json")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.convert import carried_of, trained
-from meshpar.errors import CheckpointError, ConfigError, MeshparError
+from meshpar.errors import ConfigError, MeshparError
 from meshpar.experiment.config import Run
 from meshpar.experiment.validate import task_of
 from meshpar.interop.flax_model import Import
@@ -84,10 +84,8 @@ def open_run(source: Path, compute: str | None = None) -> Exportable:
     """
     run, params, saved = trained(source)
     compute = compute or run.precision.compute
-    if model := run.model.generation():
-        return of_decoder(model, compute, params)
-    if not isinstance(run.model, Import):
-        raise CheckpointError(f"{saved.folder}: a model of kind {run.model.kind} has no export")
+    if isinstance(run.model, DecoderModel):
+        return of_decoder(run.model, compute, params)
     return _of_own(run.model, run, compute, params, carried_of(run, saved))
 
 

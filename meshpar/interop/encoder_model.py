@@ -28,7 +28,7 @@ from meshpar.interop.folder import CONFIG, tensors_of
 from meshpar.interop.huggingface import compare_one
 from meshpar.interop.layout import Layout
 from meshpar.interop.safetensors import Tensor
-from meshpar.models.contract import ModelContract, Task, Unsupported, Vocabulary
+from meshpar.models.contract import ModelContract, Task
 from meshpar.models.encoders.family import EncoderFamily, HeadName, Options, Wanted
 from meshpar.models.encoders.options import Picture, Text, TwoTowers
 from meshpar.models.foreign import Shape
@@ -135,10 +135,8 @@ class EncoderModel(FamilyModel):
     def tie_embeddings(self) -> bool:
         return True
 
-    def vocabulary(self) -> Vocabulary | Unsupported:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.text is None:
-            return Unsupported("its inputs are pictures")
-        return Vocabulary(self.vocab_size, self.vocab_size)
+    def vocabulary(self) -> int | None:
+        return self.text.vocab_size if self.text else None
 
     def batch_specs(self, batch_size: int, seq_len: int) -> dict[str, ArraySpec]:
         """The arrays of rows that the head reads, with a label for each."""

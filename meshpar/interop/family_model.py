@@ -18,7 +18,7 @@ from meshpar.interop.folder import CONFIG, tensors_of
 from meshpar.interop.huggingface import Pretrained, compare
 from meshpar.interop.layout import Layout, module_layout, module_of
 from meshpar.interop.safetensors import Tensor
-from meshpar.models.contract import ModelContract, Unsupported, Vocabulary
+from meshpar.models.contract import ModelContract
 from meshpar.models.families.family import Family
 from meshpar.models.families.options import DecoderOptions
 
@@ -81,8 +81,8 @@ class FamilyModel(Import):
     def tie_embeddings(self) -> bool:
         return self.options.is_tied
 
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.vocab_size, self.vocab_size)
+    def vocabulary(self) -> int | None:
+        return self.vocab_size
 
     @cached_property
     def layout(self) -> Layout:
@@ -100,9 +100,6 @@ class FamilyModel(Import):
         if options_of(kept, "", Problems()) == self.options:
             return kept, self.layout
         return self.config | {key: value for key, value in kept.items() if key in architectures.IDS}, self.layout
-
-    def hugging_face(self) -> Unsupported:
-        return Unsupported("a model of kind family, which has a config.json of its own")
 
 
 @dataclass(frozen=True)

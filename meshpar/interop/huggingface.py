@@ -150,12 +150,11 @@ class Pretrained:
         """
         where = self.folder / CONFIG
         problems = Problems()
-        if not (decoder := model.hugging_face()):
+        if not isinstance(model, DecoderModel):
             what = "describes one of meshpar's own models, but the run's model is imported"
             raise ConfigError(f"init.from_hf: {where} {what}; set model to that one, or init.from_hf=null")
-        if self.is_upcycled:
-            decoder = self._dense(decoder, problems)
-            problems.raise_any(ConfigError, "init.upcycle does not fit the model:")
+        decoder = self._dense(model, problems) if self.is_upcycled else model
+        problems.raise_any(ConfigError, "init.upcycle does not fit the model:")
         in_run = flatten(architectures.canonical(decoder))
         in_folder = flatten(architectures.canonical(self.model))
         for key in sorted(key for key in in_run.keys() | in_folder.keys() if in_run.get(key) != in_folder.get(key)):

@@ -1,14 +1,14 @@
 """The model contract: the methods of a model that training, verification, generation and conversion call.
 
 A kind of model is a config, such as `Llama` or `Import`. It inherits from `ModelContract` and overrides the methods
-that it supports. The others return `Unsupported`, which is falsy and contains the reason.
+that it supports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -30,37 +30,17 @@ from meshpar.train.step import StateParams
 from meshpar.train.strategy import Strategy
 from meshpar.train.tasks import NamedLoss
 
-if TYPE_CHECKING:
-    from meshpar.models.decoder import DecoderModel
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """The result of a method of the contract that a model does not support. It is falsy.
-
-    >>> answer = Unsupported("a bag of words has no layers")
-    >>> answer.because if not answer else "supported"
-    'a bag of words has no layers'
-    """
-
-    because: str
-
-    def __bool__(self) -> Literal[False]:
-        return False
-
-
-class Vocabulary(NamedTuple):
-    """The number of token ids of a model, and the rows of its embedding, including padding."""
-
-    size: int
-    padded: int
-
 
 class LayerStack(NamedTuple):
-    """The number of layers in each stack of a model; each stack is padded to a multiple of `multiple`."""
+    """The number of layers in each stack of a model; each stack is padded to a multiple of `multiple`.
+
+    Args:
+      can_pad: whether `model.pad_layers_to_multiple` sets the multiple.
+    """
 
     counts: tuple[int, ...]
     multiple: int
+    can_pad: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -138,8 +118,6 @@ class ModelProgram:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None
-    is_of_whole_arrays: bool = False
-    reads_positions: bool = False
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     bounds: Mapping[str, int] = field(default_factory=dict)
     added: tuple[Strategy, ...] = ()
@@ -148,6 +126,14 @@ class ModelProgram:
 
 class ModelContract(Config):
     """Base of every kind of model that a config can name."""
+
+    reads_positions: ClassVar[bool] = False
+    """Whether the loss reads the places of tokens from the batch, so that a row may have them in another order."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the loss is written for local shards; else it is for whole arrays, and is partitioned."""
+        return False
 
     def program(self, task: Task) -> ModelProgram:
         """Returns the functions and specs that a training compiles. Nothing is allocated.
@@ -177,26 +163,13 @@ class ModelContract(Config):
         """Tree of `ArraySpec` of the parameters; None if only importing the model can determine them."""
         return None
 
-    def vocabulary(self) -> Vocabulary | Unsupported:
-        """The number of token ids, and the rows of the embedding."""
-        return Unsupported(f"the vocabulary of a model of kind {self._name} is not known from its config")
+    def vocabulary(self) -> int | None:
+        """The number of token ids; None if it is not known from the config, or if the inputs are no tokens."""
+        return None
 
-    @property
-    def has_own_layers(self) -> bool:
-        """Whether its layers are meshpar's own, which contain every strategy; see `parallel.checks`."""
-        return False
-
-    def layer_stack(self) -> LayerStack | Unsupported:
-        """The layers that a pipeline divides into stages."""
-        return Unsupported(f"a model of kind {self._name} has no stack of layers to divide into pipeline stages")
-
-    def generation(self) -> DecoderModel | Unsupported:
-        """The decoder that generates tokens with a cache."""
-        return Unsupported("only meshpar's own decoders can cache the keys and values of tokens")
-
-    def hugging_face(self) -> DecoderModel | Unsupported:
-        """The decoder that can be converted from and to Hugging Face."""
-        return Unsupported(f"a model of kind {self._name}, for which Hugging Face has no architecture")
+    def layer_stack(self) -> LayerStack | None:
+        """The layers that a pipeline divides into stages; None if only the trace of the loss has them."""
+        return None
 
     @classmethod
     def architectures(cls) -> Mapping[str, Architecture]:

@@ -24,7 +24,7 @@ class Llama(DecoderModel):
     """A decoder with RMSNorm, rotary positions and SwiGLU.
 
     >>> Llama(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=64).vocabulary()
-    Vocabulary(size=257, padded=257)
+    257
     """
 
     kind: Literal["llama"] = "llama"

@@ -17,6 +17,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxprs_in_params
 
 from meshpar.optim.base import Matrix
+from meshpar.partition.op import partitioned_p, whole
 from meshpar.partition.rules.loops import scan_counts
 
 Dims = tuple[tuple[int, ...], ...]
@@ -126,10 +127,18 @@ def _results(equation: Any, operands: list[_View | None], uses: list[_Use]) -> S
 def _called(equation: Any, operands: list[_View | None], uses: list[_Use]) -> Sequence[_View | None]:
     """Walks the functions that an equation calls, with its last operands as their arguments."""
     found: Sequence[_View | None] = []
-    for inner in jaxprs_in_params(equation.params):
+    for inner in _programs(equation):
         if len(inner.invars) <= len(operands):
             found = _walk(inner, operands[len(operands) - len(inner.invars) :], uses)
     return found if len(found) == len(equation.outvars) else []
+
+
+def _programs(equation: Any) -> Iterable[Any]:
+    """The programs that an equation runs; of an operation with a signature, what it computes of whole arrays."""
+    if equation.primitive is not partitioned_p:
+        return jaxprs_in_params(equation.params)
+    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+    return [jax.make_jaxpr(whole(equation.params["signature"]))(*structs).jaxpr]
 
 
 def _scan(params: Any, operands: list[_View | None], uses: list[_Use]) -> Sequence[_View | None]:

@@ -182,7 +182,7 @@ def _check_drafts(source: Source, draft: Source | None, ngrams: int | None, num_
         problems.add("num_drafts", f"{num_drafts} is not 1 or more", str(NUM_DRAFTS))
     elif num_drafts != NUM_DRAFTS and draft is None and ngrams is None:
         problems.add("num_drafts", f"{num_drafts} tokens at a time, and nothing drafts", "ngrams=2, or a draft")
-    if draft is not None and not draft.run.model.generation():
+    if draft is not None and not draft.decoder:
         problems.add("draft", "a model of your own does not draft", "one of meshpar's decoders, or leave it out")
     elif draft is not None and draft.model.vocab_size != source.model.vocab_size:
         what = f"its vocabulary has {draft.model.vocab_size} ids, and that of the model {source.model.vocab_size}"

@@ -46,9 +46,6 @@ class Source:
       language: the tokenizer; default: that of the run's data, with the token that opens a document.
       folder: the folder with the chat template and the settings of sampling: the Hugging Face folder that the tokenizer
         is in, or that of the conversations' tokenizer; None if there is none.
-
-    Raises:
-      ConfigError: the model cannot generate.
     """
 
     run: Run
@@ -56,13 +53,16 @@ class Source:
     language: Language | None = None
     folder: Path | None = None
 
-    def __post_init__(self) -> None:
-        if not (decoder := self.run.model.generation()) and not isinstance(self.run.model, Import):
-            raise ConfigError(f"model.kind = {self.run.model.kind}: {decoder.because}")
+    @property
+    def decoder(self) -> DecoderModel | None:
+        """The model, if it is one of meshpar's decoders; None if it is a user's own."""
+        return self.run.model if isinstance(self.run.model, DecoderModel) else None
 
     @property
     def model(self) -> DecoderModel:
-        return self.run.model.generation()  # pyright: ignore
+        """The model, where it is known to be one of meshpar's decoders."""
+        assert self.decoder, "one of meshpar's decoders"
+        return self.decoder
 
     @cached_property
     def own(self) -> CausalModel | None:
@@ -137,7 +137,7 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
     """The files of parameters are checked in `restore`, after everything that is cheaper to check."""
     folder = _model_files(run, find_all(path)[-1].folder.parents[1])
     vocabulary = run.model.vocabulary()
-    language = _language(folder, vocabulary.size) if folder and vocabulary else None
+    language = _language(folder, vocabulary) if folder and vocabulary else None
     if language and not isinstance(run.data, (Chat, Synthetic, NoData)):
         language = replace(language, ends=language.ends | _closing(run.data.tokenizer))
 
@@ -150,8 +150,9 @@ def _of_checkpoint(path: Path, run: Run) -> Source:
 
 def _in_floats(run: Run) -> Run:
     """The run whose kernels are floats, to which updates of LoRA can be added."""
-    decoder = run.model.generation()
-    return run.model_copy(update={"model": decoder.model_copy(update={"weights": None})}) if decoder else run
+    if not isinstance(run.model, DecoderModel):
+        return run
+    return run.model_copy(update={"model": run.model.model_copy(update={"weights": None})})
 
 
 def _closing(tokenizer: Tokenizer) -> set[int]:

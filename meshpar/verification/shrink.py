@@ -33,8 +33,7 @@ def shrink(run: Run) -> Run:
     parallel = run.parallel.model_copy(update={"pipeline": schedule})
     passes = num_microbatches * parallel.num_microbatches
     batch_size = 2 * passes * scale.now("batch")
-    vocabulary = model.vocabulary()
-    vocab_size = vocabulary.size if vocabulary else run.data.vocab_size
+    vocab_size = model.vocabulary() or run.data.vocab_size
     data = Synthetic(
         batch_size=batch_size,
         seq_len=scale.small_seq_len,

@@ -135,14 +135,8 @@ def test_a_mistake_is_reported_and_ends_with_2(meshpar, mistake):  # noqa: F811
 
 def teacher(**changes) -> None:
     """Writes the folder of a run, with a checkpoint of its config and its step."""
-    model = {
-        "kind": "llama",
-        "num_layers": 1,
-        "hidden_size": 16,
-        "num_heads": 4,
-        "intermediate_size": 32,
-        "vocab_size": 64,
-    } | changes
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 4, "intermediate_size": 32, "vocab_size": 64}
+    model = changes if "kind" in changes else {"kind": "llama"} | sizes | changes
     data = {"kind": "synthetic", "vocab_size": 64}
     config = {
         "model": model,
@@ -159,6 +153,14 @@ def test_a_teacher_with_another_vocabulary_is_refused(meshpar):  # noqa: F811
     teacher(pad_vocab_to_multiple=48)
     message = "distill: the teacher in teacher has 64 token ids in 96 rows of its vocabulary, this model 64 in 64"
     assert meshpar("explain", EXTRA, TEACHER) == (2, "", f"meshpar: {message}\n")
+
+
+def test_a_teacher_that_is_no_decoder_of_meshpar_is_refused(meshpar):  # noqa: F811
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    teacher(kind="family", config={"model_type": "gemma", "vocab_size": 64, "head_dim": 4, **sizes})
+    what = "a model of kind family computes its loss itself; a teacher and its student must be of kind llama or gpt"
+    message = f"meshpar: distill: the teacher in teacher does not fit:\n{what}\n"
+    assert meshpar("explain", EXTRA, TEACHER) == (2, "", message)
 
 
 def test_a_teacher_that_does_not_fit_the_mesh_is_refused(meshpar):  # noqa: F811
