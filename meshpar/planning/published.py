@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from meshpar.cost.flat import size_of
 from meshpar.cost.live import peak_bytes
@@ -287,8 +287,10 @@ def measured(published: Published, source: Source, row: Row) -> Measured:
     return Measured(source, row, run, machine, work.overlapping() if row.overlaps else work, num_layers)
 
 
-def _reserved(logit_bytes: Mapping[str, int], prepared: Prepared) -> int:
+def _reserved(logit_bytes: Mapping[Literal["whole", "sharded"], int], prepared: Prepared) -> int:
     """Bytes of a step at its peak, with a source's bytes for each logit."""
+    step = prepared.countable_step
+    assert step is not None, "the trace says what is sent"
     model: Any = prepared.run.model
     shards = prepared.ctx.shards("vocab")
     each = logit_bytes["sharded" if shards > 1 else "whole"]
@@ -297,7 +299,7 @@ def _reserved(logit_bytes: Mapping[str, int], prepared: Prepared) -> int:
         is_of_logits = var.aval.ndim == 3 and var.aval.shape[-1] == model.vocab_size // shards
         return size_of(var) * each // LOGIT_BYTES if is_of_logits else size_of(var)
 
-    return peak_bytes(prepared.countable_step, size)
+    return peak_bytes(step, size)
 
 
 def _in_8_bits(one: Collective) -> Collective:
