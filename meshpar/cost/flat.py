@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -86,6 +86,13 @@ class Operation:
         return self.equation.primitive.name
 
 
+def size_of(var: Any) -> int:
+    """Bytes of a value; 0 for a random key and for a value that is no array."""
+    aval = var.aval
+    width = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(aval.shape) * width if width else 0
+
+
 class Flat:
     """A jaxpr in which the bodies of calls stand in place of the calls.
 
@@ -94,9 +101,18 @@ class Flat:
       merges: whether equal operations on elements are one, as XLA merges them; not those that `jax.checkpoint` repeats,
         whose operands XLA gets behind a barrier.
       shares: whether a result that is an operand in the same memory is the same value, see `SAME`.
+      size: the bytes of a value.
     """
 
-    def __init__(self, jaxpr: Jaxpr, once: bool = False, merges: bool = False, shares: bool = False) -> None:
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        once: bool = False,
+        merges: bool = False,
+        shares: bool = False,
+        size: Callable[[Any], int] = size_of,
+    ) -> None:
+        self._size = size
         self._once = once
         self._shares = shares
         self._merges = merges
@@ -106,7 +122,7 @@ class Flat:
         self.operations: list[Operation] = []
         self.sizes: list[int] = []
         """Bytes of each value."""
-        self.arguments = {var: self._new(size_of(var)) for var in [*jaxpr.constvars, *jaxpr.invars]}
+        self.arguments = {var: self._new(self._size(var)) for var in [*jaxpr.constvars, *jaxpr.invars]}
         self.results = self._add(jaxpr, dict(self.arguments))
         self.last_reads, self.fused = self._fuse()
         """Value -> position of the operation that reads it last; the values that their reader computes, no arrays."""
@@ -122,7 +138,7 @@ class Flat:
             if isinstance(atom, Literal):
                 return self._new(0)
             if atom not in known:
-                known[atom] = self._new(size_of(atom))
+                known[atom] = self._new(self._size(atom))
             return known[atom]
 
         for equation in jaxpr.eqns:
@@ -142,7 +158,7 @@ class Flat:
             if key and key in self._made:
                 known |= zip(equation.outvars, self._made[key], strict=True)
                 continue
-            writes = [self._new(size_of(var)) for var in equation.outvars]
+            writes = [self._new(self._size(var)) for var in equation.outvars]
             known |= zip(equation.outvars, writes, strict=True)
             if key:
                 self._made[key] = writes
@@ -229,10 +245,3 @@ def _with_inner(jaxpr: Jaxpr, times: Fraction, mean: bool, merges: bool) -> Iter
 def is_entered(one: Operation) -> bool:
     """Whether an operation costs what its body does: a loop, a conditional or a call."""
     return bool(one.inside) and one.name not in UNCOUNTED | UPDATES.keys()
-
-
-def size_of(var: Any) -> int:
-    """Bytes of a value; 0 for a random key and for a value that is no array."""
-    aval = var.aval
-    width = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    return math.prod(aval.shape) * width if width else 0

@@ -16,7 +16,7 @@ the parameters that are gathered along a later dim. Compilers choose the order o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -30,11 +30,12 @@ _SLICES = {"convert_element_type", "copy", "dynamic_slice", "name", "pvary", "re
 """Operations whose results are their operand, or a slice of it."""
 
 
-def peak_bytes(program: ClosedJaxpr) -> int:
+def peak_bytes(program: ClosedJaxpr, size: Callable[[Any], int] = size_of) -> int:
     """The largest number of bytes that a program holds on a device, in addition to its arguments.
 
     Args:
       program: the result of `jax.make_jaxpr`. Only manual regions count; without any, the program of one device.
+      size: the bytes of a value.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -45,7 +46,7 @@ def peak_bytes(program: ClosedJaxpr) -> int:
       >>> peak_bytes(jax.make_jaxpr(twice)(jnp.ones((8, 8), jnp.float32)))
       512
     """
-    return max(_peak(body) + sum(size_of(body.invars[index]) for index in _relaid(body)) for body in bodies(program))
+    return max(_peak(body, size) + sum(size(body.invars[index]) for index in _relaid(body)) for body in bodies(program))
 
 
 def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int]:
@@ -72,13 +73,13 @@ def _relaid(jaxpr: Jaxpr, transposed_arguments: Collection[int] = ()) -> set[int
     return {index for index in found if index is not None}
 
 
-def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:
+def _peak(jaxpr: Jaxpr, size: Callable[[Any], int], owned: Collection[int] = ()) -> int:
     """The largest number of bytes that a program, or the body of a loop, holds in addition to its arguments.
 
     Args:
       owned: indices of the arguments that it may overwrite.
     """
-    flat = Flat(jaxpr, once=True, shares=True)
+    flat = Flat(jaxpr, once=True, shares=True, size=size)
     filled = [0] * len(flat.operations) if owned else _filled(flat)
     now = most = 0
     freed: dict[int, set[int]] = defaultdict(set)
@@ -90,7 +91,7 @@ def _peak(jaxpr: Jaxpr, owned: Collection[int] = ()) -> int:
         new = held = sum(flat.sizes[value] for value in written)
         if overwritten := _overwritten(operation, freed[position]):
             new -= _shared(map(flat.sizes.__getitem__, written), map(flat.sizes.__getitem__, overwritten))
-        inside = max((_peak(one, _owned(operation, one)) for one in operation.inside), default=0)
+        inside = max((_peak(one, size, _owned(operation, one)) for one in operation.inside), default=0)
         here = max(new, inside) if operation.name == "cond" else new + inside
         most = max(most, now + here + filled[position])
         for value in written:

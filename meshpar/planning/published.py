@@ -13,12 +13,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+from meshpar.cost.flat import size_of
+from meshpar.cost.live import peak_bytes
 from meshpar.cost.traced import Collective
 from meshpar.errors import MeshparError, Problems, RunError
 from meshpar.experiment.config import Run
-from meshpar.experiment.prepare import prepare
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.inspection.report.table import table
 from meshpar.mesh import targets
 from meshpar.planning.estimate import Work, work_of
@@ -29,6 +31,8 @@ from meshpar.tree import human_time
 
 FOR_LINKS = 4
 """From so many rows on, the factor of links is fitted too."""
+LOGIT_BYTES = 8
+"""What meshpar's loss holds for a logit at its peak: the exponential (4), two masks, and the gradient (2)."""
 _STEPS = (10, 3, 1)
 """Steps of the search for factors, in hundredths of a logarithm."""
 
@@ -270,14 +274,32 @@ def measured(published: Published, source: Source, row: Row) -> Measured:
     machine = StatedMachine.of(target)
     if source.attention:
         machine = replace(machine, attention=source.attention * target.chip.flops)
-    work = work_of(prepare(run, run.mesh.abstract(platform=machine.platform)))
+    prepared = prepare(run, run.mesh.abstract(platform=machine.platform))
+    work = work_of(prepared)
     assert work is not None, f"{row.name}: the trace says what is sent"
+    if source.logit_bytes:
+        work = replace(work, step_bytes=_reserved(source.logit_bytes, prepared))
     if source.gathers_8_bits and run.precision.matmul:
         work = replace(work, waits=[_in_8_bits(one) for one in work.waits])
     if source.ring:
         work = around_a_ring(work)
     num_layers = published.models[row.model]["num_layers"]
     return Measured(source, row, run, machine, work.overlapping() if row.overlaps else work, num_layers)
+
+
+def _reserved(logit_bytes: Mapping[Literal["whole", "sharded"], int], prepared: Prepared) -> int:
+    """Bytes of a step at its peak, with a source's bytes for each logit."""
+    step = prepared.countable_step
+    assert step is not None, "the trace says what is sent"
+    model: Any = prepared.run.model
+    shards = prepared.ctx.shards("vocab")
+    each = logit_bytes["sharded" if shards > 1 else "whole"]
+
+    def size(var: Any) -> int:
+        is_of_logits = var.aval.ndim == 3 and var.aval.shape[-1] == model.vocab_size // shards
+        return size_of(var) * each // LOGIT_BYTES if is_of_logits else size_of(var)
+
+    return peak_bytes(step, size)
 
 
 def _in_8_bits(one: Collective) -> Collective:

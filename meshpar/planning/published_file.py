@@ -58,6 +58,9 @@ class Source(Config):
     """Whether activations that are multiplied in 8 bits are rounded before they are gathered over `tensor`."""
     ring: bool = False
     """Whether attention over `context` goes around PyTorch's ring, see `planning.torch_ring`."""
+    logit_bytes: dict[Literal["whole", "sharded"], int] | None = None
+    """Bytes that its allocator reserves for a logit in the loss, where a device has all logits of a token, and where
+    `tensor` shards them. Default: as many as meshpar's loss holds."""
     took: tuple[float, ...] = ()
     """The least and the largest of its steps over their estimates without factors: `plan --published` prints them."""
     base: Annotated[dict[str, Any], pydantic.Field(default_factory=dict)]

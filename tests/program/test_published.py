@@ -25,7 +25,7 @@ AHEAD = {
     # With twice the devices and the tokens of a row, steps took 1.53 times as long from 1 to 2, 2.37 from 2 to 4,
     # and 1.95 from 4 to 8 devices; those of 405B, whose devices have as many tokens, 1.62, 1.52 and 1.94. No model of
     # equal steps around a ring is near all of them.
-    "8B on 8, context 8": 0.23,
+    "8B on 8, context 8": 0.24,
 }
 """Rows whose tokens a second are predicted too high -> the largest error."""
 
@@ -74,8 +74,6 @@ def test_an_llama_on_eight_gpus_is_no_faster_than_published():
 def test_tokens_a_second_are_within_a_fifth_and_the_median_within_eight_per_cent():
     for errors in (whole().errors, whole().left_out):
         others = {name: error for name, error in errors.items() if name not in AHEAD}
-        alone = others.pop("176B on 384")  # a source of one row, which no other row can predict
-        assert abs(alone) < 0.25
         assert max(map(abs, others.values())) < 0.2
         assert statistics.median(map(abs, errors.values())) < 0.08
         for name, most in AHEAD.items():
@@ -87,7 +85,7 @@ def test_rows_that_were_held_out_are_predicted_by_the_factors_of_the_others():
     for one in whole().compared:
         unseen = [row for row in one.rows if row.row.held_out]
         assert fitted([row for row in one.rows if row not in unseen]) == one.factors
-        assert all(abs(row.error(one.factors)) < 0.11 for row in unseen)
+        assert all(abs(row.error(one.factors)) < 0.08 for row in unseen)
     assert {row.row.name for row, *_ in whole().rows() if row.row.held_out} == {
         "405B on 512, context 2",
         "405B on 512, context 4",
@@ -116,17 +114,28 @@ def test_a_plan_states_how_published_steps_compare():
 @pytest.mark.slow
 def test_ratios_are_within_six_per_cent():
     off = {name: predicted / published - 1 for name, (published, predicted) in whole().of_ratios.items()}
-    known = {"context 4 over 1": 0.18, "context 8 over 1": 0.21}
+    known = {"context 4 over 1": 0.172, "context 8 over 1": 0.211}
     for name, error in off.items():
         assert abs(error) < known.get(name, 0.06), (name, error)
 
 
 @pytest.mark.slow
-def test_memory_of_stages_is_that_of_others_and_without_stages_less():
-    """PyTorch holds 12 bytes of a logit in a loss that nothing compiles, and meshpar 8."""
+def test_memory_is_within_a_tenth():
+    known = {"405B on 512, interleaved": 0.15, "70B on 256": 0.115, "405B on 512, 32768 tokens": 0.101}
     for name, error in whole().memory.items():
-        least, most = (-0.1, 0.15) if name.startswith("405B") else (-0.4, 0.0)
-        assert least < error < most, (name, error)
+        assert abs(error) < known.get(name, 0.1), (name, error)
+
+
+def test_a_loss_that_is_not_compiled_reserves_its_own_bytes_of_each_logit():
+    file = read()
+    source = file.sources[0]
+    row = source.rows[0]
+    assert source.logit_bytes == {"whole": 14, "sharded": 18}
+    other = publishing.measured(file, source.model_copy(update={"logit_bytes": None}), row)
+    num_logits = 2 * 8192 * 128256
+    more = publishing.measured(file, source, row).work.step_bytes - other.work.step_bytes
+    assert more == (14 - publishing.LOGIT_BYTES) * num_logits
+    assert other.memory_gib / row.memory_gib < 0.9, "the control: with meshpar's loss the row is not within a tenth"
 
 
 def test_a_row_that_cannot_be_traced_is_named_and_the_others_are_predicted(command, monkeypatch):
