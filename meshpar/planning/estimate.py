@@ -167,7 +167,7 @@ class Work:
         return float(sum(one.times * one.sent_bytes for one in [*self.beside, *self.waits, *self.outer]))
 
     def overlapping(self) -> Work:
-        """The work if activations travel over `tensor` in chunks, beside products, see `parallel.linear`.
+        """The work if activations travel over `tensor` in chunks, beside products, see `collectives.matmul`.
 
         For the gradients of kernels the backward gathers their inputs again: half of all gathers are of inputs.
         """
