@@ -237,6 +237,7 @@ class Run(Config):
             number_format=self.precision.matmul,
             dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
             strict=self.strict,
+            reads_positions=self.model.reads_positions,
         )
 
 

@@ -57,7 +57,7 @@ class Prepared(Training):
 
     run: Run
     kinds: Any
-    """Tree of `Matrix` like the parameters: by the names of dims, or by the use in an imported model's loss."""
+    """Tree of `Matrix` like the parameters: how the loss uses them."""
     taught_by: Prepared | None = None
     """The training of the teacher, on the same mesh."""
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -295,8 +295,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
     options.check_complex(specs, ctx)
     quantized = tuple(path for path in flatten_with_paths(specs) if is_quantized(path))
     frozen, rows = options.frozen(specs, quantized + state_paths), options.frozen_rows(specs, ctx)
-    by_name = jax.tree.map(lambda spec: Matrix.of(spec.dims), specs)
-    kinds = by_name if run.model.has_own_layers else jax.tree.map(_is_table_by_either, _by_use(run, model), by_name)
+    kinds = _kinds(run, model, specs)
     prepared = Prepared(
         run=run,
         specs=specs,
@@ -306,8 +305,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         carried=model.carried,
         init_carried=model.init_carried,
         key=partial(step_key, run.seed) if model.uses_rng else None,
-        is_of_whole_arrays=model.is_of_whole_arrays,
-        reads_positions=model.reads_positions,
+        is_local=run.model.is_local,
         frozen=frozen,
         frozen_rows=rows,
         update=options.update(specs, frozen, rows, kinds, model.state),
@@ -322,7 +320,7 @@ def _prepared(run: Run, mesh: AnyMesh) -> Prepared:
         added=model.added,
         kinds=kinds,
     ).in_stages()
-    prepared.check_context()
+    prepared.check_strategies()
     return prepared if run.distill is None else _taught(prepared, run.distill)
 
 
@@ -335,16 +333,19 @@ def _arrays(run: Run) -> dict[str, ArraySpec]:
     return {name: spec for name, spec in packed.items() if name not in run.data.omitted}
 
 
-def _by_use(run: Run, model: ModelProgram) -> Any:
-    """How an imported model's loss uses each parameter: a tree of `Matrix`."""
-    batch = _arrays(run)
+def _kinds(run: Run, model: ModelProgram, specs: Any) -> Any:
+    """A tree of `Matrix`: how the loss uses each parameter, which it gets in the dtype in which the run computes."""
+    given = stored_in(specs, np.dtype(run.precision.compute), model.state.paths if model.state else ())
+    copies = {one.key: given for one in model.added if one.is_of_loss}
+    carried = model.carried | copies if copies else model.carried
     key = jax.eval_shape(partial(step_key, run.seed), 0) if model.uses_rng else None
-    return kinds_of(model.loss, model.specs, batch, key, model.carried)
+    by_use = kinds_of(model.loss, given, _arrays(run), key, carried)
+    return jax.tree.map(_is_table_by_either, by_use, specs)
 
 
-def _is_table_by_either(by_use: Matrix, by_name: Matrix) -> Matrix:
+def _is_table_by_either(by_use: Matrix, spec: ArraySpec) -> Matrix:
     """The head of a model is a table too, which its names say, but its use does not."""
-    return replace(by_use, is_table=by_use.is_table or by_name.is_table)
+    return replace(by_use, is_table=by_use.is_table or Matrix.of(spec.dims).is_table)
 
 
 def _teacher(run: Run, distill: Distill, mesh: AnyMesh) -> Prepared:

@@ -16,14 +16,9 @@ from meshpar.interop.flax_model import Import
 from meshpar.interop.options import Options
 from meshpar.models.contract import LayerStack, Task
 from meshpar.models.decoder import DecoderModel
-from meshpar.nn.experts import Experts
 from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.checks import (
-    MATMUL,
     check_float64,
-    check_number_format,
-    check_own_layers,
-    check_qwix,
     check_stages,
     check_strategies,
 )
@@ -32,7 +27,6 @@ from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.pipeline.partition import cut_layers
 from meshpar.parallel.pipeline.schedule import Schedule
-from meshpar.parallel.pipeline.simulate import simulate as simulate_schedule
 from meshpar.sharding.resolve import AnyMesh, check_array
 from meshpar.sharding.rules import AxisRules
 from meshpar.train.grpo import GRPO
@@ -41,17 +35,12 @@ from meshpar.train.preferences import OfAnswers, Preference
 from meshpar.train.tasks import Contrastive, NamedLoss
 from meshpar.tree import flatten_with_paths
 
-
-def _experts(run: Run) -> Experts | None:
-    return getattr(run.model, "experts", None)
-
-
 OF_MODEL: Mapping[str, Callable[[Run], bool]] = {
     "loss": lambda run: (
         not isinstance(run.loss, LossConfig) or run.loss.model_copy(update={"chunk": "auto"}) != LossConfig()
     ),
     "distill": lambda run: run.distill is not None,
-    "model.remat.offload": lambda run: bool(getattr(getattr(run.model, "remat", None), "offload", ())),
+    "model.remat.offload": lambda run: isinstance(run.model, DecoderModel) and bool(run.model.remat.offload),
 }
 """Key -> whether a run uses this feature, which `Options` does not know."""
 
@@ -72,24 +61,18 @@ def check(run: Run, mesh: AnyMesh) -> None:
     _check_batch(run, ctx, problems)
     _check_task(run, ctx.num_passes, problems)
     _check_precision(run, problems)
-    _check_matmul(run, ctx, problems)
-    if run.strict and (not ctx.manual or getattr(run.model, "manual", False)):
+    if run.strict and (not ctx.manual or run.model.is_local):
         what = "only a model of whole arrays in the manual lowering is partitioned, and moves activations by itself"
         problems.add("strict", what, "strict=false")
     run.model.check(task_of(run), ctx, problems)
-    if not run.model.has_own_layers:
-        is_local = getattr(run.model, "manual", False)
-        ctx = check_own_layers(ctx, "an imported model", is_local, problems)
-        check_stages(ctx, is_local, problems)
-    check_strategies(ctx, problems)
+    _check_pipeline(run, ctx, problems)
+    check_strategies(ctx, run.model.is_local, problems)
     _check_cache(run, problems)
-    if run.model.has_own_layers:
-        _check_pipeline(run, ctx, problems)
     _check_local(run, ctx, problems)
     _check_keep_best(run, problems)
     if run.prune:
         run.prune.check(run.num_steps, run.optim.ema, problems)
-    check_combinations(features(run, run.context(mesh)), problems)
+    check_combinations(features(run, ctx), problems)
     run.optim.schedule.check(run.num_steps, problems)
     if problems.found and run.rules.table and (specs := run.model.array_specs()):
         _check_arrays(run, specs, mesh, problems)
@@ -187,7 +170,7 @@ def _check_answers(run: Run, problems: Problems) -> None:
         problems.add(where, "it compares pairs of answers, and these data have none", "data.kind=preferences")
     if isinstance(run.loss, GRPO):
         _check_grpo(run, run.loss, problems)
-    if not run.model.has_own_layers:
+    if not isinstance(run.model, DecoderModel):
         what = "it reads the logits of meshpar's own decoders, and this model has a loss of its own"
         problems.add(where, what, "model.kind=llama or gpt")
     if run.parallel.pipeline:
@@ -222,19 +205,6 @@ def _check_precision(run: Run, problems: Problems) -> None:
         check_float64(f"precision.{name}", getattr(run.precision, name), problems)
 
 
-def _check_matmul(run: Run, ctx: ParallelContext, problems: Problems) -> None:
-    """Checks that the layers can multiply in 8 bits, with the scales that one device would have."""
-    if not run.precision.matmul:
-        return
-    if not run.model.has_own_layers:
-        check_number_format(ctx, "the loss of an imported model", getattr(run.model, "manual", False), problems)
-        return
-    check_qwix(problems)
-    if ctx.axes("heads") != ctx.axes("kv_heads"):
-        what = "each device has a partial sum of the gradients of a key head, and cannot find the scale of the total"
-        problems.add(MATMUL, what, f"{MATMUL}=null, or rules.kv_heads as rules.heads")
-
-
 def _check_cache(run: Run, problems: Problems) -> None:
     if run.precision.cache and not isinstance(run.model, DecoderModel):
         what = "only meshpar's own decoders can cache the keys and values of tokens"
@@ -242,22 +212,10 @@ def _check_cache(run: Run, problems: Problems) -> None:
 
 
 def _check_pipeline(run: Run, ctx: ParallelContext, problems: Problems) -> None:
-    num_stages = ctx.shards("stage")
-    if run.parallel.pipeline is None:
-        if ctx.manual and num_stages > 1:
-            what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
-            rows = run.data.batch_size // (ctx.shards("batch") * run.num_microbatches)
-            schedule = f"{{kind: 1f1b, num_microbatches: {math.gcd(rows, 8)}}}"
-            problems.add("parallel.pipeline", what, f"parallel.pipeline={schedule}, or no preset pipeline")
-    elif ctx.schedule and (layers := run.model.layer_stack()):
-        before = len(problems)
+    if ctx.schedule and (layers := run.model.layer_stack()):
         _check_layers(layers, ctx.schedule, ctx, problems)
-        ctx.schedule.check(num_stages, problems)
-        if len(problems) == before:
-            try:
-                simulate_schedule(ctx.schedule, num_stages)
-            except ScheduleError as error:
-                problems.add("parallel.pipeline", str(error))
+    rows = run.data.batch_size // (ctx.shards("batch") * run.num_microbatches)
+    check_stages(ctx, run.model.is_local, problems, math.gcd(rows, 8))
 
 
 def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
@@ -274,10 +232,6 @@ def _check_local(run: Run, ctx: ParallelContext, problems: Problems) -> None:
     if run.parallel.pipeline and run.parallel.pipeline.is_stale:
         what = "it computes gradients at the parameters before the last update, which a new round does not have"
         problems.add("parallel.pipeline", what, f"another kind, or {KEY}=null")
-    experts = _experts(run)
-    if experts and experts.balance and experts.balance.carried:
-        what = f"a step changes the {experts.balance.carried} of each router, which is no trained parameter"
-        problems.add("model.experts.balance", what, "model.experts.balance.load=step")
 
 
 def _check_layers(layers: LayerStack, schedule: Schedule, ctx: ParallelContext, problems: Problems) -> None:

@@ -27,6 +27,7 @@ from meshpar.interop.module import Functions, functions
 from meshpar.interop.named_loss import ModelCall
 from meshpar.interop.specs import Init, check_axes, specs_of
 from meshpar.models.contract import ModelContract, ModelProgram, Task
+from meshpar.parallel.checks import check_recognized
 from meshpar.parallel.context import ParallelContext
 from meshpar.sharding.spec import ArraySpec
 from meshpar.train.loss import Batch, Loss, LossSums, next_token_loss
@@ -65,6 +66,10 @@ class Import(ModelContract):
     called_with: ClassVar[tuple[str, ...]] = ("tokens",)
     """The arrays of a batch with which the loss of the next token calls the model."""
 
+    @property
+    def is_local(self) -> bool:
+        return self.manual
+
     def module(self) -> Any:
         """The Linen module; or a function with an argument `rngs` that returns one of NNX."""
         build = _builder(self)
@@ -102,7 +107,7 @@ class Import(ModelContract):
             key=jax.eval_shape(partial(step_key, task.seed), 0) if user.draws else None, lora=task.adapter,
             gathers=self.manual, returns_carried=task.loss.target is None and task.named is None,
         )  # fmt: skip
-        return replace(program, activation_dims=self.activation_dims, is_of_whole_arrays=not self.manual)
+        return replace(program, activation_dims=self.activation_dims)
 
     def _functions(self, task: Task, arrays: Mapping[str, ArraySpec]) -> Functions:
         """The functions of parameters that the task needs of the model.
@@ -130,6 +135,7 @@ class Import(ModelContract):
         return Functions(user.init, loss, loss, carried, draws=True)
 
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
+        check_recognized(ctx, "the loss of an imported model", self.is_local, problems)
         if task.named and self.manual:
             what = "a loss by name is written for whole arrays, and this model for local shards"
             problems.add("model.manual", what, "model.manual=false, or a loss of your own")

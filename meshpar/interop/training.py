@@ -25,9 +25,8 @@ from meshpar.optim.base import Descent
 from meshpar.optim.pruning import Prune
 from meshpar.parallel.checks import (
     check_float64,
-    check_number_format,
-    check_own_layers,
     check_partitioned,
+    check_recognized,
     check_stages,
     check_strategies,
 )
@@ -192,6 +191,7 @@ def training(
         number_format=number_format,
         dcn_axes=tuple(axis for axis, size in dcn.items() if size > 1),
         activation_dims=tuple(activation_dims),
+        reads_positions=False,
     )
     if is_module(init):
         _check_module_arguments(carried, draws)
@@ -233,10 +233,10 @@ def training(
         frozen_rows=rows,
         is_offloaded=offload_optimizer,
         rounds=given.rounds(ctx),
-        is_of_whole_arrays=not manual,
+        is_local=manual,
     ).in_stages()
     _ = whole.placement
-    whole.check_context()
+    whole.check_strategies()
     return whole
 
 
@@ -267,11 +267,10 @@ def _check_arguments(ctx: ParallelContext, user: Functions, is_local: bool, give
             problems.add(name, f"is called with {len(arguments)} arguments", f"def {name}({', '.join(arguments)})")
     for name in ("compute_dtype", "accum_dtype"):
         check_float64(name, getattr(ctx, name), problems)
-    check_number_format(ctx, "your loss", is_local, problems)
-    ctx = check_own_layers(ctx, "your model", is_local, problems)
+    check_recognized(ctx, "your loss", is_local, problems)
     check_stages(ctx, is_local, problems)
     given.check(ctx, is_local, problems)
-    check_strategies(ctx, problems)
+    check_strategies(ctx, is_local, problems)
     problems.found = [in_python(problem) for problem in problems.found]
     problems.raise_any(ConfigError, "these arguments of training are wrong:")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -32,10 +32,15 @@ from meshpar.train.tasks import NamedLoss
 
 
 class LayerStack(NamedTuple):
-    """The number of layers in each stack of a model; each stack is padded to a multiple of `multiple`."""
+    """The number of layers in each stack of a model; each stack is padded to a multiple of `multiple`.
+
+    Args:
+      can_pad: whether `model.pad_layers_to_multiple` sets the multiple.
+    """
 
     counts: tuple[int, ...]
     multiple: int
+    can_pad: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -113,8 +118,6 @@ class ModelProgram:
     carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     activation_dims: tuple[str, ...] | None = None
-    is_of_whole_arrays: bool = False
-    reads_positions: bool = False
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
     bounds: Mapping[str, int] = field(default_factory=dict)
     added: tuple[Strategy, ...] = ()
@@ -123,6 +126,14 @@ class ModelProgram:
 
 class ModelContract(Config):
     """Base of every kind of model that a config can name."""
+
+    reads_positions: ClassVar[bool] = False
+    """Whether the loss reads the places of tokens from the batch, so that a row may have them in another order."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the loss is written for local shards; else it is for whole arrays, and is partitioned."""
+        return False
 
     def program(self, task: Task) -> ModelProgram:
         """Returns the functions and specs that a training compiles. Nothing is allocated.
@@ -155,11 +166,6 @@ class ModelContract(Config):
     def vocabulary(self) -> int | None:
         """The number of token ids; None if it is not known from the config, or if the inputs are no tokens."""
         return None
-
-    @property
-    def has_own_layers(self) -> bool:
-        """Whether its layers are meshpar's own, which contain every strategy; see `parallel.checks`."""
-        return False
 
     def layer_stack(self) -> LayerStack | None:
         """The layers that a pipeline divides into stages; None if only the trace of the loss has them."""

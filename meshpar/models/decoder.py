@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -19,17 +19,19 @@ from meshpar.nn.attention.core import Setting, of_run
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.compressed import dequantized
 from meshpar.nn.describe import describe, functional
+from meshpar.nn.experts import Experts
 from meshpar.nn.experts.balance import RouterState
 from meshpar.nn.lora import LoRA, without_lora
 from meshpar.nn.transformer import BLOCKS, Decoder, Transformer
-from meshpar.parallel.checks import check_rules
+from meshpar.parallel.checks import MATMUL, check_qwix, check_rules
 from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.projection import describe_chunk
-from meshpar.train.loss import next_token_loss
+from meshpar.train.loss import Loss, next_token_loss
 from meshpar.train.preferences import Copy, carried_reference
+from meshpar.train.strategy import Strategy
 from meshpar.tree import flatten_with_paths
 
-MATMUL = {
+PRODUCTS = {
     "fp8": "layers multiply float8_e4m3fn, and gradients in float8_e5m2; each row and column has a scale",
     "int8": "layers multiply int8, gradients too; each row and column has a scale",
 }
@@ -39,18 +41,36 @@ MATMUL = {
 class DecoderModel(Decoder, ModelContract):
     """Base class of the decoder families. The file of a family also maps Hugging Face's names and keys to it."""
 
-    def program(self, task: Task) -> ModelProgram:
-        def build(rngs: nnx.Rngs) -> Transformer:
-            built = self.build(rngs)
-            if task.adapter:
-                task.adapter.adapt(built, rngs)
-            return built
+    reads_positions: ClassVar = True
 
+    def program(self, task: Task) -> ModelProgram:
+        abstract, init = self._initialized(task.adapter)
+        forward, specs = functional(abstract, "forward"), describe(abstract)
+        loss, evaluation, added = self._losses(task, forward, specs)
+        return ModelProgram(
+            specs=specs,
+            init=init,
+            loss=loss,
+            evaluation=evaluation,
+            rules=task.rules,
+            forward=forward,
+            uses_rng=self.dropout > 0,
+            state=RouterState(self.experts) if self.experts else None,
+            added=added,
+            merged=partial(self._merged, task.adapter) if task.adapter else None,
+        )
+
+    def _initialized(self, adapter: LoRA | None) -> tuple[Transformer, Callable[[jax.Array], dict]]:
+        """The model without arrays, and a function of a key that initializes its parameters."""
         graphs: list[Any] = []
 
         @partial(jax.jit, inline=True)  # the program of the first state does not trace it again
         def init_arrays(key: jax.Array) -> Any:
-            graph, arrays = nnx.split(build(nnx.Rngs(key)))
+            rngs = nnx.Rngs(key)
+            built = self.build(rngs)
+            if adapter:
+                adapter.adapt(built, rngs)
+            graph, arrays = nnx.split(built)
             graphs.append(graph)
             return arrays
 
@@ -58,36 +78,21 @@ class DecoderModel(Decoder, ModelContract):
             return nnx.to_pure_dict(nnx.filter_state(init_arrays(key), nnx.Param))
 
         structs = jax.eval_shape(init_arrays, jax.eval_shape(lambda: jax.random.key(0)))
-        abstract = nnx.merge(graphs[0], structs)
-        forward = functional(abstract, "forward")
-        specs = describe(abstract)
-        added = ()
-        if answers := task.answers:
-            reference = None
-            if answers.has_reference:
-                added = () if task.adapter else (Copy(),)
-                dims = jax.tree.map(lambda spec: spec.dims, specs)
-                reference = without_lora if task.adapter else carried_reference(dims)
-            of_step, of_evaluation = (
-                answers.build(forward, self.vocab_size, reference, adds_auxiliary) for adds_auxiliary in (True, False)
-            )
-        else:
+        return nnx.merge(graphs[0], structs), init
+
+    def _losses(self, task: Task, forward: Any, specs: Any) -> tuple[Loss, Loss, tuple[Strategy, ...]]:
+        """The losses of a step and of an evaluation, and the strategies that they need."""
+        answers = task.answers
+        if answers is None:
             of_step = task.loss.build(forward, self.vocab_size, task.distill)
-            of_evaluation = next_token_loss(forward, self.vocab_size, task.loss.chunk)
-        return ModelProgram(
-            specs=specs,
-            init=init,
-            loss=of_step,
-            evaluation=of_evaluation,
-            rules=task.rules,
-            forward=forward,
-            uses_rng=self.dropout > 0,
-            state=RouterState(self.experts) if self.experts else None,
-            is_of_whole_arrays=True,
-            reads_positions=True,
-            added=added,
-            merged=partial(self._merged, task.adapter) if task.adapter else None,
-        )
+            return of_step, next_token_loss(forward, self.vocab_size, task.loss.chunk), ()
+        reference, added = None, ()
+        if answers.has_reference and task.adapter:
+            reference = without_lora
+        elif answers.has_reference:
+            reference, added = carried_reference(jax.tree.map(lambda spec: spec.dims, specs)), (Copy(),)
+        build = partial(answers.build, forward, self.vocab_size, reference)
+        return build(True), build(False), added
 
     def _merged(self, lora: LoRA, params: Any) -> Mapping[str, jax.Array]:
         """The kernels by path, in floats, with their updates."""
@@ -97,29 +102,49 @@ class DecoderModel(Decoder, ModelContract):
     def check(self, task: Task, ctx: ParallelContext, problems: Problems) -> None:
         if task.loss.target:
             problems.add("loss", "a loss of your own needs an imported model", "model.kind=import, or no loss")
-        if self.learned_positions and task.seq_len > self.max_seq_len:
-            what = f"{task.seq_len} is more than model.max_seq_len = {self.max_seq_len}"
-            fix = f"model.max_seq_len={task.seq_len}, or data.seq_len={self.max_seq_len}"
-            problems.add("data.seq_len", what, fix)
-        theta = type(self).model_fields["rope_theta"].default
-        if self.learned_positions and self.rope_theta != theta:
-            what = f"{self.rope_theta:g} changes nothing: the model learns its positions, and rotates nothing"
-            problems.add("model.rope_theta", what, f"model.rope_theta={theta:g}")
+        self._check_positions(task, problems)
         if task.vocab_size > self.vocab_size:
             what = f"the data has {task.vocab_size} token ids, the model {self.vocab_size}"
             problems.add("model.vocab_size", what, f"model.vocab_size={task.vocab_size}")
         if isinstance(self.attention, Kernel):
             self.attention.check(self._attention_setting(task, ctx), problems)
         if self.experts:
-            self.experts.check(ctx, task.seq_len, problems)
+            self._check_experts(self.experts, task, ctx, problems)
+        if ctx.number_format:
+            self._check_matmul(ctx, problems)
+        self._check_remat(problems)
+        check_rules(ctx, problems)
+        context_parallel.check(self.attention, self.num_heads, ctx, problems)
+
+    def _check_positions(self, task: Task, problems: Problems) -> None:
+        if not self.learned_positions:
+            return
+        if task.seq_len > self.max_seq_len:
+            what = f"{task.seq_len} is more than model.max_seq_len = {self.max_seq_len}"
+            fix = f"model.max_seq_len={task.seq_len}, or data.seq_len={self.max_seq_len}"
+            problems.add("data.seq_len", what, fix)
+        theta = type(self).model_fields["rope_theta"].default
+        if self.rope_theta != theta:
+            what = f"{self.rope_theta:g} changes nothing: the model learns its positions, and rotates nothing"
+            problems.add("model.rope_theta", what, f"model.rope_theta={theta:g}")
+
+    def _check_experts(self, experts: Experts, task: Task, ctx: ParallelContext, problems: Problems) -> None:
+        experts.check(ctx, task.seq_len, problems)
+        if ctx.parallel.local and experts.balance and experts.balance.carried:
+            what = f"a step changes the {experts.balance.carried} of each router, which is no trained parameter"
+            problems.add("model.experts.balance", what, "model.experts.balance.load=step")
         num_loops = Counter(stack for loop in self.loops for stack in {*loop.stacks})
         if ctx.schedule and max(num_loops.values()) > 1:
             what = "stages cut a stack that one loop computes, and these layers without experts are in several loops"
             fix = "model.experts.every=1; or first_dense=0, and model.num_layers a multiple of every"
             problems.add("model.experts", what, fix)
-        self._check_remat(problems)
-        check_rules(ctx, problems)
-        context_parallel.check(self.attention, self.num_heads, ctx, problems)
+
+    def _check_matmul(self, ctx: ParallelContext, problems: Problems) -> None:
+        """Checks that products in 8 bits have the scales that one device would have."""
+        check_qwix(problems)
+        if ctx.axes("heads") != ctx.axes("kv_heads"):
+            what = "each device has a part of the gradients of a key head, and cannot find the scale of their sum"
+            problems.add(MATMUL, what, f"{MATMUL}=null, or rules.kv_heads as rules.heads")
 
     def _check_remat(self, problems: Problems) -> None:
         for key, names in {"save": self.remat.save, "offload": self.remat.offload}.items():
@@ -153,7 +178,7 @@ class DecoderModel(Decoder, ModelContract):
                 "model.attention": self.attention.describe(self._attention_setting(task, ctx)),
             }
             | ({"parallel.context": shared} if shared else {})
-            | ({"precision.matmul": MATMUL[ctx.number_format]} if ctx.number_format else {})
+            | ({"precision.matmul": PRODUCTS[ctx.number_format]} if ctx.number_format else {})
             | self._selected_experts(task, ctx)
         )
 
@@ -177,9 +202,5 @@ class DecoderModel(Decoder, ModelContract):
     def vocabulary(self) -> int:
         return self.vocab_size
 
-    @property
-    def has_own_layers(self) -> bool:
-        return True
-
     def layer_stack(self) -> LayerStack:
-        return LayerStack(tuple(map(len, self.stacks.values())), self.pad_layers_to_multiple)
+        return LayerStack(tuple(map(len, self.stacks.values())), self.pad_layers_to_multiple, True)

@@ -1,12 +1,11 @@
-"""Checks that a context's strategies have an effect, and that a model's code contains them.
+"""Checks that a context's strategies have an effect, and fit the way in which a loss is written.
 
 A config and `meshpar.training` run the same checks. They ask only the context: its mesh, rules and lowering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,57 +13,24 @@ import jax
 import numpy as np
 
 from meshpar.collectives.reduction import Exact
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import ConfigError, Problems, ScheduleError
 from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import ParallelContext
-from meshpar.parallel.strategies import ContextParallel, ExpertParallel, FullySharded, TensorParallel
+from meshpar.parallel.pipeline.schedule import Schedule
+from meshpar.parallel.pipeline.simulate import simulate
 from meshpar.sharding.resolve import live
 from meshpar.sharding.rules import ACTIVATION_DIMS, TOKENS
 
+MATMUL = "precision.matmul"
 
-@dataclass(frozen=True)
-class _OwnLayers:
-    """A strategy that only meshpar's own layers contain.
+
+def check_strategies(ctx: ParallelContext, is_local: bool, problems: Problems) -> None:
+    """Adds each strategy that would have no effect under the rules, the mesh and the lowering of a context.
 
     Args:
-      is_used: whether a context uses it where a model cannot; the second argument says whether the model is written for
-        local shards.
-      off: the value of the field of `Parallel` that turns it off.
-      why: what a model of the user's own lacks.
-      fix: how to turn it off.
+      is_local: whether the loss is written for local shards.
     """
-
-    is_used: Callable[[ParallelContext, bool], bool]
-    off: Any
-    why: str
-    fix: str
-
-
-_LOCAL = "{model} is written for local shards, and communicates by itself"
-OWN_LAYERS = {
-    "tensor": _OwnLayers(
-        lambda ctx, is_local: is_local and ctx.parallel.tensor.overlap != "none", TensorParallel(), _LOCAL,
-        "model.manual=false, or parallel.tensor.overlap=none",
-    ),
-    "fsdp": _OwnLayers(
-        lambda ctx, is_local: is_local and ctx.parallel.fsdp.overlap != "none", FullySharded(), _LOCAL,
-        "model.manual=false, or parallel.fsdp.overlap=none",
-    ),
-    "context": _OwnLayers(
-        lambda ctx, _: ctx.parallel.context is not None and not ctx.manual, None,
-        "GSPMD gathers whole rows for the attention of {model}", "no parallel.context, or lowering=manual",
-    ),
-    "expert": _OwnLayers(
-        lambda ctx, _: ctx.parallel.expert not in (None, ExpertParallel()), None,
-        "only meshpar's own experts exchange tokens so, not those of {model}", "no parallel.expert",
-    ),
-}  # fmt: skip
-"""Field of `Parallel` -> why a model of the user's own cannot use it. To support a strategy, remove its entry."""
-
-
-def check_strategies(ctx: ParallelContext, problems: Problems) -> None:
-    """Adds each strategy that would have no effect under the rules, the mesh and the lowering of a context."""
-    ctx.parallel.check(ctx.rules, ctx.manual, problems)
+    ctx.parallel.check(ctx.rules, ctx.manual, is_local, problems)
     if ctx.parallel.local:
         ctx.parallel.local.check(ctx.rules, ctx.mesh.shape, ctx.manual, problems)
     _check_reduction(ctx, problems)
@@ -88,41 +54,34 @@ def _refuse(dim: str, axes: Axes, why: str, ctx: ParallelContext, problems: Prob
     problems.add(f"rules.{dim}", f"cannot be sharded over {', '.join(axes)}: {why}", f"rules.{dim}=[{others}]")
 
 
-def check_own_layers(ctx: ParallelContext, model: str, is_local: bool, problems: Problems) -> ParallelContext:
-    """Adds each strategy that needs meshpar's own layers, for a model that has others.
-
-    Args:
-      model: what the messages call it.
-      is_local: whether it is written for local shards.
-
-    Returns:
-      The context without these strategies, for further checks.
-    """
-    used = {name: one for name, one in OWN_LAYERS.items() if one.is_used(ctx, is_local)}
-    for name, one in used.items():
-        where = f"parallel.{name}.overlap" if name in ("tensor", "fsdp") else f"parallel.{name}"
-        problems.add(where, one.why.format(model=model), one.fix)
-    return replace(ctx, parallel=ctx.parallel.model_copy(update={name: one.off for name, one in used.items()}))
-
-
-def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems) -> None:
-    """Adds what keeps the loss of a user's own model from running in the stages of a pipeline.
+def check_stages(ctx: ParallelContext, is_local: bool, problems: Problems, num_microbatches: int = 8) -> None:
+    """Adds what keeps a loss from running in the stages of a pipeline.
 
     Args:
       is_local: whether the loss is written for local shards.
+      num_microbatches: those of the schedule that is proposed, if stages have none.
     """
     num_stages = ctx.shards("stage")
     if ctx.schedule and is_local:
         what = "a loss for local shards is not traced with whole shapes, so it cannot be cut into stages"
         problems.add("parallel.pipeline", what, "model.manual=false, or parallel.pipeline=null")
     elif ctx.schedule:
-        ctx.schedule.check(num_stages, problems)
-        check_pairs(ctx, problems)
-        _check_zigzag(ctx.parallel.context, problems)
+        _check_schedule(ctx.schedule, num_stages, problems)
     elif ctx.manual and num_stages > 1 and not is_local:
         what = f"the rules cut the model into {num_stages} stages, but no schedule orders their work"
-        fix = "parallel.pipeline={kind: 1f1b, num_microbatches: 8}, or no preset pipeline"
-        problems.add("parallel.pipeline", what, fix)
+        schedule = f"{{kind: 1f1b, num_microbatches: {num_microbatches}}}"
+        problems.add("parallel.pipeline", what, f"parallel.pipeline={schedule}, or no preset pipeline")
+
+
+def _check_schedule(schedule: Schedule, num_stages: int, problems: Problems) -> None:
+    before = len(problems)
+    schedule.check(num_stages, problems)
+    if len(problems) > before:
+        return
+    try:
+        simulate(schedule, num_stages)
+    except ScheduleError as error:
+        problems.add("parallel.pipeline", str(error))
 
 
 def check_pairs(ctx: ParallelContext, problems: Problems) -> None:
@@ -134,9 +93,21 @@ def check_pairs(ctx: ParallelContext, problems: Problems) -> None:
         problems.add("parallel.context", what, "parallel.context=all_gather, or ulysses, or an even number")
 
 
-def _check_zigzag(context: ContextParallel | None, problems: Problems) -> None:
-    """Adds that a model of the user's own would permute the shards of a row into the zigzag layout, and back."""
-    if context and context.layout == "zigzag":
+def check_recognized(ctx: ParallelContext, loss: str, is_local: bool, problems: Problems) -> None:
+    """Adds what attention, products and experts of a user's loss, which are found in its trace, cannot do.
+
+    Args:
+      loss: what the messages call it.
+      is_local: whether it is written for local shards.
+    """
+    _check_number_format(ctx, loss, is_local, problems)
+    if ctx.parallel.expert:
+        num_shards = math.prod(ctx.mesh.shape[axis] for axis in ctx.dispatch("experts"))
+        ctx.parallel.expert.check("dropless", num_shards, problems)
+    if not ctx.schedule or is_local:
+        return
+    check_pairs(ctx, problems)
+    if ctx.parallel.attention.layout == "zigzag":  # it would permute the shards of a row before and after
         what = "stages of a pipeline work at different times, and XLA's permutations need all devices at once"
         problems.add("parallel.context.layout", what, "parallel.context.layout=auto")
 
@@ -164,16 +135,7 @@ def check_float64(where: str, dtype: Any, problems: Problems) -> None:
     problems.add(where, what, f"{where}=float32, or JAX_ENABLE_X64=1 in the environment")
 
 
-MATMUL = "precision.matmul"
-
-
-def check_number_format(ctx: ParallelContext, loss: str, is_local: bool, problems: Problems) -> None:
-    """Checks that the products of a user's loss can be computed in 8 bits.
-
-    Args:
-      loss: what the messages call it.
-      is_local: whether it is written for local shards.
-    """
+def _check_number_format(ctx: ParallelContext, loss: str, is_local: bool, problems: Problems) -> None:
     if ctx.number_format is None:
         return
     check_qwix(problems)

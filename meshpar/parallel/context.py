@@ -45,8 +45,9 @@ class ParallelContext:
       number_format: the 8-bit format in which layers multiply by their weights; None for `compute_dtype`.
       dcn_axes: axes that cross slices.
       slice_axes: axes whose devices train alone, see `in_slice`: values differ over them, and no sum runs over them.
-      activation_dims: dims that only activations of a user's model have; their axes may carry the batch. None for
-        meshpar's own models.
+      activation_dims: dims that only activations have, and whose axes may carry the batch; None for `ACTIVATION_DIMS`.
+      reads_positions: whether programs read the places of tokens from the batch, so that a row may have them in another
+        order.
       strict: whether a partitioned model may move only the activations that a rule or a constraint declares.
       is_planned: whether a program of whole arrays is traced, of which `partition` plans the local shards.
 
@@ -68,6 +69,7 @@ class ParallelContext:
     dcn_axes: Axes = ()
     slice_axes: Axes = ()
     activation_dims: tuple[str, ...] | None = None
+    reads_positions: bool = True
     strict: bool = False
     is_planned: bool = False
 
@@ -125,8 +127,8 @@ class ParallelContext:
 
     @property
     def sequence(self) -> SequenceLayout:
-        """Which tokens of a row each of these devices holds: consecutive ones under GSPMD and in a user's model."""
-        if self.activation_dims is not None:
+        """Which tokens of a row each of these devices holds: consecutive ones, if programs count the places."""
+        if not self.reads_positions:
             return SequenceLayout(self.row_shards)
         return self.parallel.attention.arranged(self.row_shards)
 

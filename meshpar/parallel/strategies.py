@@ -158,8 +158,38 @@ class Parallel(Config):
         used = [name for name in sections if getattr(self, name)] + [key for key, is_on in overlaps if is_on]
         return [f"parallel.{name}" for name in used]
 
-    def check(self, rules: AxisRules, is_manual: bool, problems: Problems) -> None:
-        """Adds a problem for each strategy that would have no effect under these rules or this lowering."""
+    def check(self, rules: AxisRules, is_manual: bool, is_local: bool, problems: Problems) -> None:
+        """Adds a problem for each strategy that would have no effect under these rules or this lowering.
+
+        Args:
+          is_local: whether the loss is written for local shards.
+        """
+        if is_local:
+            self._check_local(problems)
+        else:
+            self._check_overlaps(rules, problems)
+        if self.context is not None and not rules["seq"]:
+            what = "nothing to share: the rules do not shard seq, so each device has whole rows"
+            problems.add("parallel.context", what, "the preset context, or no parallel.context")
+        if self._exchanges and not rules.dispatch_axes("experts"):
+            what = "no tokens travel: the rules do not shard experts over an axis of the batch"
+            problems.add("parallel.expert", what, "the preset experts, or no parallel.expert")
+        if not is_manual:
+            self._check_lowering(problems)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether another exchange of tokens is selected than the default."""
+        return self.expert not in (None, ExpertParallel())
+
+    def _check_local(self, problems: Problems) -> None:
+        """Adds what a loss for local shards decides itself."""
+        off = {**dict.fromkeys(self.overlaps, "none"), **({"parallel.expert": "null"} if self._exchanges else {})}
+        for key, value in off.items():
+            what = "a loss for local shards communicates by itself"
+            problems.add(key, what, f"model.manual=false, or {key}={value}")
+
+    def _check_overlaps(self, rules: AxisRules, problems: Problems) -> None:
         has_sequence = bool(rules.partition_axes("residual_seq"))
         has_storage = any(rules.storage_axes(dim) for dim in rules.table if dim != "batch")
         gathers_weights = rules.zero_stage == 3 and has_storage
@@ -173,20 +203,13 @@ class Parallel(Config):
         if tensor in self.overlaps and self.fsdp.in_chunks and has_sequence and gathers_weights:
             what = f"{tensor} is on too, but only one operand of a product can travel in chunks"
             problems.add(fsdp, what, f"{tensor}=none, or {fsdp}=none")
-        context = self.context is not None
-        if context and not rules["seq"]:
-            what = "nothing to share: the rules do not shard seq, so each device has whole rows"
-            problems.add("parallel.context", what, "the preset context, or no parallel.context")
-        expert = self.expert not in (None, ExpertParallel())
-        if expert and not rules.dispatch_axes("experts"):
-            what = "no tokens travel: the rules do not shard experts over an axis of the batch"
-            problems.add("parallel.expert", what, "the preset experts, or no parallel.expert")
-        if is_manual:
-            return
-        if expert:
+
+    def _check_lowering(self, problems: Problems) -> None:
+        """Adds what GSPMD decides itself."""
+        if self._exchanges:
             what = "under lowering: auto, GSPMD chooses how tokens reach their experts"
             problems.add("parallel.expert", what, "lowering=manual, or no parallel.expert")
-        if context:
+        if self.context is not None:
             what = "under lowering: auto, GSPMD chooses how devices that share a row attend"
             problems.add("parallel.context", what, "lowering=manual, or no parallel.context")
         if self.overlaps:

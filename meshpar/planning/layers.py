@@ -1,4 +1,4 @@
-"""What axes of a mesh may divide: layers, experts and tokens, as a model states them, or as a user's own has them."""
+"""What axes of a mesh may divide: layers, experts and tokens, as a model states them or its trace has them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from meshpar.experiment.validate import task_of
 from meshpar.models.contract import LayerStack
 from meshpar.planning.space import Layout
 
+SIZES = (2, 3, 5)
+"""Of an axis that is tried: a model may have heads for only one of them."""
+
 
 def layers_of(run: Run, platform: str) -> LayerStack | None:
     """The layers of a run's model; None if nothing cuts it."""
-    if run.model.has_own_layers:
-        return run.model.layer_stack() or None
-    return _cut(run.model_dump_json(), platform)
+    return run.model.layer_stack() or _cut(run.model_dump_json(), platform)
 
 
 def has_experts(run: Run) -> bool:
     """Whether parameters of a run's model have the dim `experts`, which the axis `expert` shards."""
-    if run.model.has_own_layers:
-        return getattr(run.model, "experts", None) is not None
     return _names_experts(run.model_dump_json())
 
 
 def shares_tokens(run: Run, platform: str) -> bool:
     """Whether devices along `tensor` may share the tokens of a row between products, as `megatron_sp` does."""
-    return run.model.has_own_layers or _shares_tokens(run.model_dump_json(), platform)
+    return any(_shares_tokens(run.model_dump_json(), platform, size) for size in SIZES)
 
 
 @lru_cache(maxsize=4)
-def _shares_tokens(run: str, platform: str) -> bool:
-    """A user's model may have no dim for a sequence, as a picture, or one that is not divisible."""
+def _shares_tokens(run: str, platform: str, size: int) -> bool:
+    """A model may have no dim for a sequence, as one of pictures, or one that is not divisible."""
     try:
-        shared = Layout((("tensor", 2),)).applied(Run.model_validate_json(run))
+        shared = Layout((("tensor", size),)).applied(Run.model_validate_json(run))
         prepare(shared, shared.mesh.abstract(platform=platform))
     except MeshparError:
         return False
@@ -56,7 +55,7 @@ def _names_experts(run: str) -> bool:
 
 @lru_cache(maxsize=4)  # the space and the probes ask
 def _cut(run: str, platform: str) -> LayerStack | None:
-    """The layers at which the trace of a user's loss is cut."""
+    """The layers at which the trace of a loss is cut."""
     try:
         staged = Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2).applied(Run.model_validate_json(run))
         pipeline = prepare(staged, staged.mesh.abstract(platform=platform)).pipeline

@@ -231,7 +231,7 @@ def probe(run: Run, everything: Sequence[Layout], platform: str) -> Probes:
 def _ends(run: Run, tokens: int, platform: str) -> Ends:
     """What a pipeline has beside layers, by the cut of the loss on two stages; nothing if the run does not fit them."""
     stack = layers_of(run, platform)
-    padded_to = 2 if stack and stack.lacking(2) and run.model.has_own_layers else 0
+    padded_to = 2 if stack and stack.can_pad and stack.lacking(2) else 0
     pair = _prepared(run, Layout((("pipe", 2),), schedule="1f1b", num_microbatches=2, padded_to=padded_to), platform)
     parts: Any = pair.pipeline.parts if pair and pair.pipeline else None
     if parts is None:

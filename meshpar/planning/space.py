@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from meshpar.experiment.config import Run
 from meshpar.mesh.layout import AXES
 from meshpar.models.contract import LayerStack
+from meshpar.models.decoder import DecoderModel
 from meshpar.parallel.strategies import Overlap
 from meshpar.planning.machine import Machine, Sizes, hosts
 
@@ -156,9 +157,9 @@ def _flow(section: dict[str, Any]) -> str:
 
 def remats(run: Run) -> tuple[str | None, ...]:
     """The settings of remat to try: the run's own, nothing and everything. Only the first for a model without remat."""
-    own = getattr(run.model, "remat", None)
-    if own is None:
+    if not isinstance(run.model, DecoderModel):
         return (None,)
+    own = run.model.remat
     first = None if own.save or own.offload else own.policy
     return (first, *(policy for policy in REMAT if policy != first))
 
@@ -170,7 +171,7 @@ def _abstract(sizes: tuple[tuple[str, int], ...]) -> AbstractMesh:
 
 
 def layouts(
-    run: Run, num_devices: int, per_host: int, stack: LayerStack | None = None, has_experts: bool | None = None,
+    run: Run, num_devices: int, per_host: int, stack: LayerStack | None = None, has_experts: bool = False,
     shares_tokens: bool = True,
 ) -> Iterator[Layout]:  # fmt: skip
     """Every layout whose sizes divide the batch, the rows and the layers; `prepare` refuses those that do not fit.
@@ -180,12 +181,10 @@ def layouts(
     Args:
       per_host: devices that the fast network joins.
       stack: the layers that a pipeline divides. Default: those that the model states.
-      has_experts: whether the axis `expert` has experts to divide. Default: as the model states.
+      has_experts: whether the axis `expert` has experts to divide.
       shares_tokens: see `Layout`.
     """
-    stack = stack or run.model.layer_stack() or None
-    if has_experts is None:
-        has_experts = getattr(run.model, "experts", None) is not None
+    stack = stack or run.model.layer_stack()
     for sizes in _divided(num_devices, ("data", "fsdp", "pipe", "expert", "context", "tensor")):
         large = tuple((axis, size) for axis, size in sizes.items() if size > 1)
         batch_shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
@@ -198,7 +197,7 @@ def layouts(
         if sizes["pipe"] > 1:
             if not stack or stack.num_layers < sizes["pipe"]:
                 continue
-            padded_to = sizes["pipe"] if stack.lacking(sizes["pipe"]) and run.model.has_own_layers else 0
+            padded_to = sizes["pipe"] if stack.can_pad and stack.lacking(sizes["pipe"]) else 0
         shardings = SHARDING if sizes["fsdp"] > 1 else ("",)
         for sharding, remat, (schedule, count) in product(shardings, remats(run), _passes(sizes["pipe"], rows)):
             if schedule in TWO_CHUNKS and stack and stack.num_layers < 2 * sizes["pipe"]:

@@ -112,7 +112,7 @@ class CausalModel:
             ParallelContext(
                 mesh=mesh, rules=rules, manual=self.lowering == "manual",
                 compute_dtype=np.dtype(self.compute_dtype or self.dtype),
-                activation_dims=(),
+                activation_dims=(), reads_positions=False,
             )
         )  # fmt: skip
         # A page is a whole row, so that no request begins with the tokens of another one: they are in its slot's cache.

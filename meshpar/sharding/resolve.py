@@ -116,7 +116,7 @@ def resolve(
       rules: dim -> axes.
       mesh: real or abstract.
       unplaced: another tree of `ArraySpec` that is checked against the rules but not placed, such as a teacher's.
-      activation_dims: dims that only activations of a user's model have; None for meshpar's own models.
+      activation_dims: dims that only activations have, as a user declares them; None for `ACTIVATION_DIMS`.
 
     Returns:
       The tree of `specs` with a `Placement` for each array, sharded by all rules. `Placement.gathered` derives the

@@ -3,123 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.cost.flops import needed_flops, traced_products
 from meshpar.errors import ConfigError
-from meshpar.nn.recognized import Found, rewritten, with_attention
 from meshpar.optim.freeze import for_good
 from meshpar.parallel.batch import Batch
-from meshpar.parallel.context import ParallelContext, tracing
+from meshpar.parallel.context import ParallelContext
 from meshpar.parallel.pipeline.execute import Pipeline
 from meshpar.parallel.rounds import Rounds
 from meshpar.parallel.trainable import without
-from meshpar.partition.loss import PartitionedLoss, of_whole_arrays
-from meshpar.partition.moved_values import MovedValue, moved_values
-from meshpar.partition.rules.loops import unrolls
-from meshpar.partition.stages import StagedLoss
-from meshpar.sharding.resolve import AnyMesh, platform_of
-from meshpar.sharding.rules import AxisRules
-from meshpar.sharding.spec import ArraySpec
-from meshpar.train.batches import arranged, check_batch, token_order
-from meshpar.train.error_feedback import REDUCE, SLICES, ErrorFeedback
+from meshpar.train.batches import arranged, check_batch
+from meshpar.train.error_feedback import REDUCE, SLICES
 from meshpar.train.evaluate import Evaluation, LazyEvaluation, trace_evaluation, trace_row_results
 from meshpar.train.fragments import check_fragments
 from meshpar.train.gradients import Gradients, Objective, gradients
 from meshpar.train.local_step import LocalStep
 from meshpar.train.loss import Loss, of_shards
-from meshpar.train.program import batch_structs, compile_program, with_rows
+from meshpar.train.loss_on_mesh import LossOnMesh
+from meshpar.train.program import compile_program
 from meshpar.train.slices import Slices, place_slices, slice_gradients
-from meshpar.train.stage_cut import describe_cut, product_flops
-from meshpar.train.stale_weights import StaleWeights
 from meshpar.train.state import StatePlacement, TrainState, compile_init, place, place_opt_state
 from meshpar.train.step import Metrics, Step, Update, compile_step, step_function
-from meshpar.train.stored_layers import LAYERS, LayerArrays, LayerOrder, StoredLayers, cut_loss, has_stacks
-from meshpar.train.strategy import Strategy, of_loss
+from meshpar.train.stored_layers import LAYERS, LayerArrays, LayerOrder, StoredLayers, cut_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(LossOnMesh):
     """A training step and its mesh. `training.on(mesh=...)` is the same training on another mesh.
 
-    Args:
-      specs: tree of `ArraySpec`, of the parameters as they are stored.
+    Args: besides those of `LossOnMesh`,
       init: key -> the first parameters, in any dtype.
-      loss: (params, batch, key, carried) -> `LossSums` of the local rows.
       update: applies the optimizer.
-      batch_specs: name -> `ArraySpec` of an array of a batch; its first dim is `batch`.
-      ctx: mesh, rules, lowering, strategies, precisions and number of microbatches.
-      key: step -> the step's random key; None if the loss uses no randomness.
       seed: for the first parameters, and for gradients with stochastic rounding.
-      carried: tree of `ArraySpec`, of the state other than parameters that the loss passes from step to step.
       init_carried: key -> the first carried state.
       frozen: for how many steps each parameter is frozen, see `freeze.frozen_until`; None if none is.
       frozen_rows: which layers of stacks are frozen, see `frozen_layers`; None if none is.
       is_offloaded: whether the optimizer's state is stored in the host's memory between steps.
-      added: strategies that do not follow from `ctx`, such as a teacher; see `strategies`.
       evaluation: the loss for evaluations; default: `loss` without a key.
       of_rows: (params, batch, key, carried) -> what metrics of all rows together need; None if there are none.
-      in_schedule_order: whether parameters and gradients have their layers in the order of the pipeline's schedule,
-        see `on_prepared_states`.
       rounds: when the rounds of local updates end; None without them.
-      is_of_whole_arrays: whether the losses are written for whole arrays: in the manual lowering `partition` makes them
-        ones of local shards. Only a user's own may be written for local shards.
-      reads_positions: whether the losses read the places of tokens from the batch, so that rows may have another order.
     """
 
-    specs: Any
     init: Callable[[jax.Array], Any]
-    loss: Loss
     update: Update
-    batch_specs: dict[str, ArraySpec]
-    ctx: ParallelContext
-    key: Callable[[jax.Array], jax.Array] | None = None
     seed: int = 0
-    carried: Any = field(default_factory=dict)
     init_carried: Callable[[jax.Array], Any] = lambda key: {}
     frozen: Any = None
     frozen_rows: Any = None
     is_offloaded: bool = False
-    added: tuple[Strategy, ...] = ()
     evaluation: Loss | None = None
     of_rows: Callable[..., dict[str, jax.Array]] | None = None
-    in_schedule_order: bool = False
     rounds: Rounds | None = None
-    is_of_whole_arrays: bool = False
-    reads_positions: bool = False
-
-    def on(self, **changes: Any) -> Self:
-        """Returns the same training with changes to its context, `ctx`, such as another mesh or lowering."""
-        return replace(self, ctx=replace(self.ctx, **changes))
-
-    @property
-    def mesh(self) -> AnyMesh:
-        return self.ctx.mesh
-
-    @property
-    def rules(self) -> AxisRules:
-        return self.ctx.rules
-
-    @cached_property
-    def strategies(self) -> tuple[Strategy, ...]:
-        """What changes the step besides the loss and the optimizer, from the inside out."""
-        of_ctx = (one for kind in (ErrorFeedback, StaleWeights) if (one := kind.of(self.ctx)))
-        return (*of_ctx, *self.added)
-
-    @property
-    def _unseen(self) -> frozenset[str]:
-        """The keys of the carried state that the loss does not get."""
-        return frozenset({SLICES, *(one.key for one in self.strategies if one.key and not one.is_of_loss)})
 
     @property
     def _set_by_steps(self) -> tuple[str, ...]:
@@ -158,89 +99,14 @@ class Training:
     @cached_property
     def slice_placement(self) -> StatePlacement:
         """The placement of the state of a slice that trains alone; without local updates `placement`."""
-        dims = None
-        if self.ctx.activation_dims is not None:
-            of_batch = {dim for spec in self.batch_specs.values() for dim in spec.dims if dim}
-            dims = {*self.ctx.activation_dims, *of_batch}
-            if self.is_of_whole_arrays and self.ctx.manual and "seq" in of_batch:
-                dims.add("residual_seq")  # the partitioner ends sums in shards of the sequence
-            if self.is_of_whole_arrays and self.ctx.schedule:
-                dims.add("stage")  # the loss is cut into stages
         frozen = for_good(self.frozen)
-        placed = place(self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, dims, self.is_offloaded)
+        placed = place(
+            self.specs, self.rules, self.mesh, self.update.tx, self.carried, frozen, self._activation_dims,
+            self.is_offloaded,
+        )  # fmt: skip
         states = {one.key: one.placed(placed) for one in self.strategies if one.key}
         states = {key: placements for key, placements in states.items() if placements}
         return replace(placed, carried=placed.carried | states) if states else placed
-
-    @cached_property
-    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch, as structs with shardings."""
-        return batch_structs(self.ctx, self.batch_specs)
-
-    @property
-    def order(self) -> np.ndarray | None:
-        """int[seq]: the token of a row at each place of its shards; None if rows keep their order.
-
-        A loss of whole arrays keeps it if it numbers the tokens of a row itself.
-        """
-        is_kept = self.is_of_whole_arrays and not self.reads_positions
-        return None if is_kept else token_order(self.ctx, self.batch_specs)
-
-    @cached_property
-    def pipeline(self) -> Pipeline | None:
-        """The model in stages and its schedule; None without stages or under GSPMD."""
-        return self._pipeline(self._staged(self.loss, self._batch_of_step, self.key, self.ctx.in_slice))
-
-    def _pipeline(self, stages: StagedLoss | None) -> Pipeline | None:
-        schedule = self.ctx.schedule
-        return Pipeline(stages, schedule, self.in_schedule_order) if stages and schedule else None
-
-    def _staged(self, loss: Loss, batch: dict[str, ArraySpec], key: Any, ctx: ParallelContext) -> StagedLoss | None:
-        """The loss, cut into stages where it is traced; None without a pipeline."""
-        if not ctx.schedule:
-            return None
-        key = jax.eval_shape(key, jnp.int32(0)) if key else None
-        whole = self._whole(loss, batch)
-        return StagedLoss(whole, ctx, key, product_flops)
-
-    def _whole(self, loss: Loss, batch: dict[str, ArraySpec]) -> PartitionedLoss:
-        """A loss of whole arrays, partitioned, with the state of strategies that it reads."""
-        copies = self._copies
-        carried = self.carried | dict.fromkeys(copies, self.specs) if copies else self.carried
-        # The attention of meshpar's own decoders is an operation already.
-        rewrite = (lambda closed: closed) if self.reads_positions else with_attention
-        return PartitionedLoss(loss, self.specs, batch, carried, rewrite, copies)
-
-    @property
-    def _copies(self) -> tuple[str, ...]:
-        """The keys of the carried state under which the loss reads copies of the parameters."""
-        return tuple(one.key for one in self.strategies if one.key and one.is_of_loss)
-
-    @property
-    def _batch_of_step(self) -> dict[str, ArraySpec]:
-        """The arrays that a step's loss reads. An evaluation has no teacher."""
-        return self.batch_specs | {name: spec for one in self.strategies for name, spec in one.arrays.items()}
-
-    def in_stages(self) -> Self:
-        """The same training, whose pipeline is checked; without a pipeline itself.
-
-        The dim of the layers that it cuts is called `layers` in `specs`.
-
-        Raises:
-          ConfigError: the loss cannot be cut into its stages.
-        """
-        staged = self._staged(self.loss, self._batch_of_step, self.key, self.ctx)
-        if not staged or not self.is_of_whole_arrays:
-            return self
-        named = replace(self, specs=staged.with_named_layers())
-        assert named.pipeline
-        named.pipeline.plan(named.ctx)
-        return named
-
-    @property
-    def described_cut(self) -> str | None:
-        """How a pipeline cuts the loss into stages, as text; None without one."""
-        return describe_cut(self.pipeline, self.ctx) if self.pipeline else None
 
     @cached_property
     def layer_order(self) -> LayerOrder | None:
@@ -269,44 +135,6 @@ class Training:
             return None
         return LayerArrays(self.placement, self._with_own_arrays.placement)
 
-    @cached_property
-    def attention(self) -> list[Found]:
-        """The attention of a user's own model: what a core computes, and what is left as it is written, and why."""
-        is_recognized = self.is_of_whole_arrays and not self.reads_positions
-        return rewritten(self._traced_loss)[1] if is_recognized and self.ctx.manual else []
-
-    def check_context(self) -> None:
-        """Raises ConfigError if no core computes some attention of the rows that devices of a user's model share."""
-        if self.ctx.activation_dims is None or self.ctx.parallel.context is None:
-            return
-        dims = [pair for spec in self.batch_specs.values() for pair in zip(spec.dims, spec.shape, strict=True)]
-        shared = {size for dim, size in dims if dim and dim != "batch" and self.ctx.axes(dim)}
-        left = [one for one in self.attention if not one.band and one.num_keys in shared]
-        if not left and any(one.band for one in self.attention):
-            return
-        found = "".join(f"\n  {one}" for one in left or self.attention)
-        found = found or ": meshpar recognizes no attention in this loss"
-        if not self.is_of_whole_arrays:
-            found = ": a loss for local shards meets the other shards of a row itself"
-        what = "parallel.context is not for this model" if left else "parallel.context has no effect"
-        raise ConfigError(f"{what}{found}\n  no parallel.context, or meshpar.attention.attend")
-
-    @cached_property
-    def _traced_loss(self) -> ClosedJaxpr:
-        key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
-        whole = self._whole(self.loss, self.batch_specs)
-        params, carried = jax.tree.map(lambda spec: spec.struct, (whole.params, whole.carried))
-        with of_whole_arrays(self.ctx) if self.ctx.manual else tracing(self.ctx):
-            return jax.make_jaxpr(self.loss)(params, jax.eval_shape(with_rows, self.batch), key, carried)
-
-    @property
-    def _reads_layers_alone(self) -> bool:
-        """Whether the step computes the layers of a stack without a loop."""
-        on = platform_of(self.mesh) or "cpu"
-        if on != "cpu" or not self.is_of_whole_arrays or not has_stacks(self.specs):
-            return False
-        return unrolls(self._traced_loss.jaxpr, on if self.ctx.manual else None)
-
     @property
     def _with_own_arrays(self) -> Self:
         """The same training of a model whose layers are parameters of their own."""
@@ -329,27 +157,9 @@ class Training:
         return self._objective(self.loss, self.pipeline)
 
     def _objective(self, loss: Loss, pipeline: Pipeline | None) -> Objective:
-        loss = self._whole(loss, self._batch_of_step) if self.is_of_whole_arrays else of_shards(loss)
+        loss = of_shards(loss) if self.is_local else self._whole(loss, self._batch_of_step)
         key = self.key or (lambda step: None)
         return Objective(loss, key, self.frozen, self.frozen_rows, pipeline, self._unseen, self._copies)
-
-    @cached_property
-    def activations(self) -> list[MovedValue]:
-        """The activations that a forward pass moves between devices, in the manual lowering. Needs no devices.
-
-        Raises:
-          ConfigError: the loss is written for local shards.
-        """
-        if not self.is_of_whole_arrays:
-            what = "a loss that is written for local shards moves activations by collectives of its own"
-            raise ConfigError(f"{what}; meshpar inspect lists them")
-        ctx = replace(self.ctx, manual=True, num_microbatches=1, strict=False)
-        loss = self._whole(self.loss, self.batch_specs)
-        key = jax.eval_shape(self.key, jnp.int32(0)) if self.key else None
-        batch = jax.eval_shape(with_rows, self.batch)
-        structs = (self.placement.params, of_loss(self.placement.carried, self._unseen))
-        params, carried = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype), structs)
-        return moved_values(loss.plan(ctx, (params, batch, key, carried)), ctx.axes("residual_seq"))
 
     @property
     def gradients(self) -> Callable[..., Gradients]:
@@ -499,10 +309,6 @@ class Training:
         """The types of the first parameters, as `init` draws them."""
         with self._of_the_model():
             return jax.eval_shape(self.init, jax.random.key(0))
-
-    def _of_the_model(self) -> AbstractContextManager[None]:
-        """The context in which a user's init is traced: it may need the mesh."""
-        return tracing(replace(self.ctx, manual=False)) if self.is_of_whole_arrays else nullcontext()
 
 
 def step_key(seed: int, step: jax.Array) -> jax.Array:

@@ -212,7 +212,7 @@ def _widened(training: Training) -> Training:
 
 
 def _of_wide_loss(training: Training) -> Training:
-    if not training.is_of_whole_arrays:
+    if training.is_local:
         return training
     first = {name: of_model(getattr(training, name)) for name in ("init", "init_carried")}
     evaluation = training.evaluation and in_float64(training.evaluation)

@@ -19,7 +19,7 @@ import pytest
 from meshpar import MeshLayout, MeshparError, Parallel, Reduce, training
 from meshpar.interop.specs import specs_of
 from meshpar.optim import AdamW, Cosine
-from meshpar.parallel import checks
+from meshpar.train.training import Training
 from meshpar.tree import flatten_with_paths
 from tests.effect.files import written
 from tests.effect.fingerprint import of_training
@@ -219,9 +219,9 @@ def test_rows_that_microbatches_of_stages_do_not_divide_are_refused():
 
 
 def test_control_a_strategy_that_is_not_checked_is_found(monkeypatch):
-    """Experts of other models do not exchange tokens as meshpar's own do."""
+    """Experts that are written with one-hots exchange no tokens."""
     observed.cache_clear()
-    monkeypatch.setattr(checks, "OWN_LAYERS", {})
+    monkeypatch.setattr(Training, "check_strategies", lambda self: None)
     with pytest.raises(AssertionError):
         assert_effect("gshard", "ExpertParallel.kind")
     observed.cache_clear()

@@ -8,14 +8,18 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
 
+from meshpar import training
+from meshpar.errors import ConfigError
 from meshpar.experiment.config import Precision
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.describe import describe
 from meshpar.nn.experts import Experts, exchange, mixture, tiles
+from meshpar.nn.experts.functional import DIMS
 from meshpar.nn.experts.layer import MixtureOfExperts
 from meshpar.nn.experts.routing import Router
 from meshpar.parallel.context import ParallelContext, tracing
@@ -178,6 +182,79 @@ def test_the_function_for_a_users_model_computes_the_same_on_several_devices():
     found = jax.tree.leaves(by_function(experts, {"expert": 4, "tensor": 2}))
     expected = jax.tree.leaves(by_function(experts, {}))
     assert max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True)) < 1e-10
+
+
+ARRAYS = {"router": (WIDTH, 8), "gate": (8, WIDTH, 4), "up": (8, WIDTH, 4), "down": (8, 4, WIDTH)}
+
+
+def of_a_user(sizes, presets, expert=None, dispatch="dropless", **more):
+    """A training whose loss calls `mixture`, and a batch of it."""
+    experts = experts_of(8, dispatch)
+
+    def loss(params, batch, key):
+        y, auxiliary = mixture(batch["x"], *(params[name] for name in ARRAYS), experts)
+        return jnp.square(y - batch["y"]).mean() + sum(auxiliary.losses.values())
+
+    def init(key):
+        keys = jax.random.split(key, len(ARRAYS))
+        return {name: jax.random.normal(k, ARRAYS[name], float) for name, k in zip(ARRAYS, keys, strict=True)}
+
+    layout = MeshLayout(**sizes)
+    batch = {name: np.asarray(jax.random.normal(jax.random.key(i), (ROWS, SEQ, WIDTH))) for i, name in enumerate("xy")}
+    mesh = layout.build(jax.devices()[: layout.requested()])
+    made = training(
+        init, loss, optax.sgd(0.1), batch, mesh=mesh, rules={"preset": presets}, compute_dtype=float,
+        accum_dtype=float, dims=dict(zip(ARRAYS, DIMS, strict=True)), parallel=Parallel(expert=expert), **more,
+    )  # fmt: skip
+    return made, batch
+
+
+def steps_of_a_user(*arguments):
+    made, batch = of_a_user(*arguments)
+    step, state, losses = made.compile_step(), made.compile_init()(), []
+    for _ in range(2):
+        state, metrics = step(state, made.put(batch))
+        losses.append(np.asarray(metrics["loss"]))
+    return [*losses, *jax.tree.leaves(jax.device_get(state.params))]
+
+
+def difference_of_a_user(*arguments):
+    pairs = zip(steps_of_a_user(*arguments), steps_of_a_user({}, ["replicated"]), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("expert", "sizes"),
+    [
+        ("ragged", {"expert": 4}),
+        pytest.param("gather", {"expert": 4, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param(HIERARCHICAL, {"expert": 4, "fsdp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_a_users_model_travel_as_parallel_expert_says(expert, sizes):
+    assert difference_of_a_user(sizes, ["fsdp", "experts"], expert) < 1e-10
+
+
+@pytest.mark.slow
+def test_control_tokens_of_a_users_model_at_a_wrong_place_are_found(monkeypatch):
+    starts = exchange._starts
+    monkeypatch.setattr(exchange, "_starts", lambda sizes: jnp.roll(starts(sizes), 1, axis=-1))
+    assert difference_of_a_user({"expert": 4}, ["experts"], "ragged") > 1e-6
+
+
+NOT_EXCHANGED = {
+    "with places": (("gather", "capacity"), {}, "parallel.expert has no effect: no experts of this loss exchange all"),
+    "unequal groups": (({"kind": "hierarchical", "group": 3},), {}, "cannot be divided into groups of 3"),
+    "under GSPMD": (("gather",), {"lowering": "auto"}, "GSPMD chooses how tokens reach their experts"),
+    "on shards": (("gather",), {"manual": True}, "a loss for local shards communicates by itself"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_EXCHANGED)
+def test_an_exchange_that_experts_of_a_user_do_not_have_is_refused(case):
+    how, more, message = NOT_EXCHANGED[case]
+    with pytest.raises(ConfigError, match=message):
+        of_a_user({"expert": 4}, ["experts"], *how, **more)
 
 
 UNIT = 2.0**-8

@@ -1,4 +1,4 @@
-"""Attention of models that never heard of meshpar, in four ways of writing it, over rows that devices share."""
+"""Attention of a user's model, in four ways of writing it and by `attend`, over rows that devices share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flax import nnx
 from meshpar import AxisRules, MeshLayout, training
 from meshpar.cost.flops import flops, needed_flops, traced_products
 from meshpar.errors import ConfigError
-from meshpar.nn.attention.functional import local_attention
+from meshpar.nn.attention.functional import attend, local_attention
 from meshpar.nn.recognized import band, rewritten
 from meshpar.nn.recognized.band import Band
 from meshpar.parallel.context import ParallelContext, tracing
@@ -59,8 +59,9 @@ def of_jax_in_float64(q, k, v):
     return in_float64(q, *shared, window=10)
 
 
-WAYS = {way.__name__: way for way in (by_hand, of_jax, of_linen, of_nnx)}
-REFERENCE = WAYS | {"of_jax": of_jax_in_float64, "of_nnx": in_float64}
+WRITTEN = {way.__name__: way for way in (by_hand, of_jax, of_linen, of_nnx)}
+WAYS = WRITTEN | {"attend": attend}
+REFERENCE = WAYS | {"of_jax": of_jax_in_float64, "of_nnx": in_float64, "attend": by_hand}
 CONTEXTS = {
     "ring2": (2, {"kind": "ring"}),
     "ring4": (4, {"kind": "ring"}),
@@ -68,7 +69,8 @@ CONTEXTS = {
     "ulysses2": (2, {"kind": "ulysses"}),
     "hybrid4": (4, {"kind": "hybrid", "group": 2}),
 }
-SAMPLE = {("by_hand", "ring4"), ("of_jax", "gather4")}  # `test_recognized_masks` has one of each other layout
+SAMPLE = {("by_hand", "ring4"), ("of_jax", "gather4"), ("attend", "ring2")}
+"""`test_recognized_masks` has one of each other layout."""
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +146,7 @@ def test_rows_that_devices_share_have_the_gradients_of_one_device(way, context):
     assert largest_difference(jax.device_get(found), jax.device_get(grads)) <= 1e-10
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITTEN)
 def test_attention_is_found_in_each_way_of_writing_it(way):
     (found,) = made(way, {"data": 2}).attention
     assert str(found.band) == {"of_jax": "a window of 10 earlier tokens", "of_nnx": "all tokens"}.get(

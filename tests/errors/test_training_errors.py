@@ -233,7 +233,7 @@ STRATEGIES = {
     ),
     "an exchange of experts": (
         {"parallel": Parallel(expert="gather")},
-        "parallel.expert\n    only meshpar's own experts exchange tokens so, not those of your model",
+        "parallel.expert\n    no tokens travel: the rules do not shard experts over an axis of the batch",
     ),
     "axes across slices": ({"dcn_axes": ("data",)}, "dcn_axes\n    training has no such argument"),
     "64 bits": ({"accum_dtype": jnp.float64}, "accum_dtype\n    JAX would compute in float32, because its 64-bit mode"),
@@ -247,9 +247,9 @@ WAYS: dict[str, dict[str, Any]] = {"auto": {"lowering": "auto"}, "partitioned": 
 def test_a_strategy_without_effect_is_refused(case, how):
     more, message = STRATEGIES[case]
     if how == "auto" and case == "the ring, written out":
-        message = "parallel.context\n    GSPMD gathers whole rows for the attention of your model"
+        message = "parallel.context\n    under lowering='auto', GSPMD chooses how devices that share a row attend"
     if how == "local" and case == "an overlap":
-        message = "parallel.tensor.overlap\n    your model is written for local shards, and communicates by itself"
+        message = "parallel.tensor.overlap\n    a loss for local shards communicates by itself"
     if how != "auto" and case == "a reduction":
         traced(**WAYS[how], **more)
         return

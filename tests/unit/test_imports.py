@@ -569,7 +569,7 @@ def test_an_imported_model_with_a_pipeline_or_an_overlap_is_refused(meshpar):
         "pipeline\n    a loss for local shards is not traced with whole shapes, so it cannot be cut into stages\n"
         in output
     )
-    assert "an imported model is written for local shards, and communicates by itself" in output
+    assert "parallel.fsdp.overlap\n    a loss for local shards communicates by itself" in output
 
 
 OVERLAPPED = [

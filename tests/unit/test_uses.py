@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from meshpar import explain
+from meshpar import explain, prepare
 from meshpar.experiment.config import Run
 from meshpar.interop import user_code
+from meshpar.optim import uses
+from meshpar.optim.base import Matrix
 from meshpar.optim.uses import matrices
 from meshpar.tree import flatten_with_paths
 
@@ -121,6 +123,41 @@ def test_a_tied_table_is_a_matrix():
     loss = jax.make_jaxpr(lambda params: Tied().apply({"params": params}, TOKENS).sum())(params)
     found = flatten_with_paths(matrices(loss, params))["Embed_0.embedding"]
     assert (found.inputs, found.outputs, found.is_table) == ((0,), (1,), True)
+
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 8, "vocab_size": 32}
+EXPERTS = {"num": 4, "per_token": 2, "intermediate_size": 8, "first_dense": 1}
+OWN = {
+    "llama": ({"kind": "llama", "num_kv_heads": 2, "qk_norm": True, "attn_bias": "qkv"}, {}),
+    "gpt, tied": ({"kind": "gpt", "tie_embeddings": True}, {}),
+    "places of experts": ({"kind": "llama", "experts": EXPERTS | {"dispatch": "capacity", "shared": 1}}, {}),
+    "experts, chunks of the loss": ({"kind": "llama", "experts": EXPERTS}, {"loss": {"chunk": 4}}),
+}
+"""Models, and further keys of their runs."""
+
+
+def kinds_of_own(name):
+    """How the loss of one of meshpar's decoders uses each parameter, and what the names of its dims say."""
+    model, more = OWN[name]
+    data = {"kind": "synthetic", "vocab_size": 32, "batch_size": 4, "seq_len": 8}
+    run = Run(**{"model": SIZES | model, "data": data, "optim": {"kind": "adamw", "lr": 1e-3}, "num_steps": 2,
+                 "run_dir": "unused", **more})  # fmt: skip
+    prepared = prepare(run, run.mesh.abstract())
+    by_name = {path: Matrix.of(spec.dims) for path, spec in flatten_with_paths(prepared.specs).items()}
+    found = flatten_with_paths(prepared.kinds)
+    return [{path: (one, one.is_table) for path, one in each.items()} for each in (found, by_name)]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_meshpars_own_decoders_use_their_parameters_as_their_dims_say(name):
+    found, by_name = kinds_of_own(name)
+    assert found == by_name
+
+
+def test_control_an_operation_that_is_not_followed_hides_what_it_multiplies(monkeypatch):
+    monkeypatch.setattr(uses, "partitioned_p", None)
+    found, by_name = kinds_of_own("llama")
+    assert [path for path in found if found[path] != by_name[path]] == ["head"]
 
 
 @pytest.mark.parametrize(
