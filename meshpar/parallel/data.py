@@ -115,7 +115,9 @@ def gather_params(params: Any, dims: Any, trainable: Any = None) -> Any:
 
     Communication: with ZeRO-2 and several microbatches an all-gather in the manual lowering; else none.
     """
-    ctx = _context()
+    ctx = current()
+    if ctx is None:
+        return params  # a loss that is traced for one device
     if not ctx.manual:
         return jax.tree.map(lambda x: computed_in(x, ctx.compute_dtype or x.dtype), params)
 
