@@ -128,9 +128,11 @@ class _Checker:
         self.show = show
         self.half = len(batches) // 2
         self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
-        # State such as batch statistics passes from one microbatch to the next, so it depends on their number. In 8
-        # bits the gradient of weights is scaled by the tokens of a microbatch.
-        needs_parts = training.carried or training.ctx.number_format
+        # State such as batch statistics passes from one microbatch to the next, and a user's loss draws numbers for the
+        # rows of a microbatch, so both depend on their number. In 8 bits the gradient of weights is scaled by the
+        # tokens of a microbatch.
+        draws_in_parts = training.key and training.is_of_whole_arrays
+        needs_parts = training.carried or draws_in_parts or training.ctx.number_format
         num_microbatches = training.ctx.num_passes if needs_parts else 1
         plain = Trial(training.on(mesh=_mesh({}), manual=False, num_microbatches=num_microbatches))
         began = time.perf_counter()
