@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from meshpar.errors import ShardingError
@@ -61,7 +62,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
 def _check_arguments(source: Source, traced: _Traced) -> None:
     """Raises ShardingError if a half reads a value of the program around it, which no longer exists."""
     consts = (*traced.forward.consts, *traced.backward.consts)
-    if any(isinstance(x, jax.core.Tracer) for x in consts):
+    if any(isinstance(x, Tracer) for x in consts):
         what = f"{source.line}: the derivative of a {source.name.removesuffix('_call')} reads an array that the code"
         fix = "give it to the function as an argument, as jax.grad of jax.jit needs too"
         raise ShardingError(f"{what} around it computes; {fix}")
