@@ -73,7 +73,9 @@ def _words(root: type[pydantic.BaseModel], data: Any, error: Any, keys: list[str
         return f"must be {relation} {context[bound]}, got {got}", ""
     expected = _EXPECTED.get(kind.split("_")[0])
     if expected == "a mapping":
-        return f"expected a mapping, got {got}", _form(model if kinds(model) else fields(model).get(keys[-1]))
+        return f"expected a mapping, got {got}", _form(
+            model if kinds(model) or not keys else fields(model).get(keys[-1])
+        )
     return (f"expected {expected}, got {got}" if expected else error["msg"]), ""
 
 

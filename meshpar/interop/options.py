@@ -5,27 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pydantic
 
+from meshpar import config
 from meshpar.config import Coerced, Config, Section, default
-from meshpar.errors import ConfigError, Problems
+from meshpar.errors import ConfigError, Problems, excerpt
 from meshpar.nn.lora import LoRA, is_lora
 from meshpar.optim import elementwise
-from meshpar.optim.base import Descent
+from meshpar.optim.base import Descent, Positive
 from meshpar.optim.freeze import Freeze, for_good, frozen_until, thawing
 from meshpar.optim.frozen_layers import LAYERS, check_frozen_rows, frozen_rows, on_trained_rows
 from meshpar.optim.pruning import Prune, Pruning
 from meshpar.optim.wrapped import Wrapping
 from meshpar.parallel.checks import check_float64
 from meshpar.parallel.combinations import check_combinations
-from meshpar.parallel.context import ParallelContext
+from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.local_updates import KEY
 from meshpar.parallel.rounds import Rounds
+from meshpar.parallel.strategies import Parallel
 from meshpar.parallel.trainable import without
 from meshpar.train.step import StateParams, Update
 from meshpar.tree import flatten_with_paths
@@ -188,15 +191,63 @@ class Options:
         return local.rounds(self.num_steps, rate)
 
 
-class Arguments(Config):
-    """The arguments of `meshpar.training` that are sections of a config."""
+def _of_floats(dtype: Any) -> Any:
+    """A dtype as it is. Raises ValueError if it is not one of floating-point numbers."""
+    try:
+        fits = dtype is None or jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"is {dtype!r}, and no dtype of floating-point numbers\njnp.float32, or jnp.bfloat16")
+    return dtype
 
+
+DType = Annotated[Any, pydantic.AfterValidator(_of_floats)]
+
+
+class Arguments(Config):
+    """The arguments of `meshpar.training` that a config has too, which are checked as there."""
+
+    lowering: Literal["manual", "auto"] = "manual"
+    parallel: Section[Parallel] = default(Parallel())
+    num_microbatches: config.Positive = 1
+    num_steps: config.Positive | None = None
+    seed: config.Seed = 0
+    number_format: Format | None = None
+    rounding: Rounding = "nearest"
+    clip_norm: Positive | None = None
+    ema: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
+    compute_dtype: DType = None
+    accum_dtype: DType = None
+    params_dtype: DType = None
+    master_dtype: DType = None
+    draws: bool = False
+    strict: bool = False
+    manual: bool = False
+    offload_optimizer: bool = False
     lora: Section[LoRA | None] = default(None)
     """See `Run`."""
     freeze: Coerced[tuple[Freeze, ...], Sequence[Frozen]] = default(())
     """See `Run`."""
     prune: Section[Pruning | None] = default(None)
     """See `Run`."""
+
+
+def checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `training`, those that a config has too as it would read them.
+
+    Raises:
+      ConfigError: lists every value that a config does not accept.
+    """
+    known = {*Arguments.model_fields} - {"freeze"}  # which `options` reads, as it may be a single one
+    given = {name: _plain(x) for name, x in arguments.items() if name in known}
+    read = Arguments(**given)
+    return arguments | {name: getattr(read, name) for name in given}
+
+
+def _plain(x: Any) -> Any:
+    """NumPy's numbers as Python's."""
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def options(
@@ -216,6 +267,9 @@ def options(
     Raises:
       ConfigError: a value is none that a config accepts.
     """
+    if not isinstance(tx, Descent) and not (hasattr(tx, "init") and hasattr(tx, "update")):
+        what = f"tx is {excerpt(repr(tx))}, and no optimizer"
+        raise ConfigError(f"{what}; pass optax.adamw(1e-3), or meshpar.optim.AdamW(lr=1e-3)")
     if isinstance(tx, Descent):
         problems = Problems()
         for name, value in {"clip_norm": clip_norm, "ema": ema}.items():

@@ -11,13 +11,14 @@ from typing import Any, Literal, ParamSpec
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import ConfigError, Problem, Problems, suggestion
 from meshpar.interop.assembled import assembled
 from meshpar.interop.inferred import INFER, OF_SHARDS
 from meshpar.interop.losses import takes
 from meshpar.interop.module import Functions, functions, is_module
-from meshpar.interop.options import Frozen, Options, Rounding, options
+from meshpar.interop.options import Frozen, Options, Rounding, checked, options
 from meshpar.interop.specs import Dims, Init, check_axes, check_names, specs_of
 from meshpar.mesh.layout import MeshLayout
 from meshpar.nn.lora import LoRA
@@ -34,7 +35,7 @@ from meshpar.parallel.context import Format, ParallelContext
 from meshpar.parallel.strategies import Parallel
 from meshpar.sharding.resolve import AnyMesh
 from meshpar.sharding.rules import AxisRules
-from meshpar.train.batches import batch_specs
+from meshpar.train.batches import batch_specs, check_arrays
 from meshpar.train.training import Training, step_key
 
 OF_A_LOSS = ("chunk", "label_smoothing", "z_loss")
@@ -42,8 +43,8 @@ OF_A_LOSS = ("chunk", "label_smoothing", "z_loss")
 Parameters = ParamSpec("Parameters")
 
 
-def _explains_unknown(function: Callable[Parameters, Training]) -> Callable[Parameters, Training]:
-    """Wraps a function so that an argument that it does not have is an error with the nearest name."""
+def _explains_wrong(function: Callable[Parameters, Training]) -> Callable[Parameters, Training]:
+    """Wraps a function so that an argument that it does not have, or a value that it does not take, is an error."""
     known = [name for name, one in signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
 
     @wraps(function)
@@ -55,12 +56,12 @@ def _explains_unknown(function: Callable[Parameters, Training]) -> Callable[Para
                 fix = f"the loss may return meshpar.cross_entropy(hidden, head, labels, {name}=...)"
             problems.add(name, "training has no such argument", fix)
         problems.raise_any(ConfigError, "these arguments of training are wrong:")
-        return function(*args, **arguments)
+        return function(*args, **checked(arguments))
 
     return called
 
 
-@_explains_unknown
+@_explains_wrong
 def training(
     init: Init | Any,
     loss: Callable[..., Any],
@@ -170,6 +171,8 @@ def training(
       >>> int(state.step)
       1
     """
+    if not isinstance(mesh, (MeshLayout, dict, str, Mesh, AbstractMesh)):
+        raise ConfigError(f"mesh is {mesh!r}, and no mesh; pass its sizes, such as 'data=2 tensor=4'")
     layout = MeshLayout.of(mesh) if isinstance(mesh, (MeshLayout, dict, str)) else None
     dcn = layout.dcn.sizes if layout and layout.dcn else {}
     on: Any = layout.build() if layout else mesh  # before JAX is used: build() may simulate devices
@@ -193,6 +196,7 @@ def training(
         activation_dims=tuple(activation_dims),
         reads_positions=False,
     )
+    check_arrays(batch)
     if is_module(init):
         _check_module_arguments(carried, draws)
         user = functions(init, loss, evaluation, batch)

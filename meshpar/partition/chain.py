@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from meshpar.errors import ShardingError
 from meshpar.partition.blocks import blocks, sunk
+from meshpar.partition.counters import counters_apart
 from meshpar.partition.cut import OF_ALL_LAYERS, Argument, Cut
 from meshpar.partition.cutter import cut_at, is_in
 from meshpar.partition.scans import flattened, half_stacked, scans
@@ -31,7 +32,7 @@ def cut(closed: ClosedJaxpr, arguments: Sequence[Argument], num_params: int, num
     Raises:
       ShardingError: it has no stack of layers, or a value cannot cross the cut.
     """
-    flat = sunk(flattened(closed), num_params, num_batch)
+    flat = sunk(counters_apart(flattened(closed)), num_params, num_batch)
     stacks = _stacks(flat, arguments, num_params)
     if not stacks:
         raise ShardingError(_half_stacked(flat, arguments, num_params) or _NOTHING)

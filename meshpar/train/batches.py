@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import DataError, Problems, nearest, suggestion
@@ -15,6 +16,21 @@ from meshpar.sharding.spec import ArraySpec
 
 ROWS = "rows"
 """The name of the array of row indices that a step adds to a batch."""
+
+
+def check_arrays(batch: Any) -> None:
+    """Checks that an example batch is a mapping of names to arrays with rows, before a loss reads it.
+
+    Raises:
+      DataError: lists every value that is no such array.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(f"batch is a {type(batch).__name__}, and no mapping of names to arrays, as {{'x': x}} is")
+    problems = Problems()
+    for name, x in batch.items():
+        if reason := _unfit(x):
+            problems.add(f"batch[{name!r}]", *reason)
+    problems.raise_any(DataError, "this batch cannot be trained on:")
 
 
 def batch_specs(
@@ -27,17 +43,15 @@ def batch_specs(
       ctx: the mesh and the rules that shard the rows, and the number of microbatches.
 
     Raises:
-      DataError: lists every array that has no rows or belongs to another library, and every name in `batch_dims`
-        without an array; or the rows cannot be split equally.
+      DataError: lists every array that does not fit its names in `batch_dims`, and every name there without an array;
+        or the rows cannot be split equally.
     """
     problems = Problems()
     specs: dict[str, ArraySpec] = {}
     if not batch:
         problems.add("batch", "contains no arrays", "an example: {name: array}")
     for name, x in batch.items():
-        if reason := _unfit(x):
-            problems.add(f"batch[{name!r}]", *reason)
-        elif name == ROWS:
+        if name == ROWS:
             problems.add(f"batch[{name!r}]", "a step adds the index of each row under this name", "another name")
         elif (dims := batch_dims.get(name, ("batch", *[""] * (x.ndim - 1)))) and len(dims) != x.ndim:
             shape = f"{np.dtype(x.dtype)}{list(x.shape)}"
@@ -95,6 +109,8 @@ def _unfit(x: Any) -> tuple[str, str] | None:
     if not x.shape:
         fix = "repeat it for each row; or let the loss close over it, if it never changes"
         return "is a scalar, and each array of a batch has a first dim of rows", fix
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        return f"has the dtype {x.dtype}, and JAX has arrays of numbers", "numbers, such as the ids of texts"
     return None
 
 
@@ -139,7 +155,7 @@ def _check_rows(specs: Mapping[str, ArraySpec], ctx: ParallelContext, problems: 
         return  # `resolve` reports rules with an axis that the mesh does not have
     parts = ctx.shards("batch") * ctx.num_passes
     for count in set(counts.values()):
-        if count % parts:
+        if not count or count % parts:
             what = f"{count} rows cannot be cut into {parts} equal parts"
             cause = f"({ctx.shards('batch')} devices x {ctx.num_passes} microbatches)"
             problems.add("batch", f"{what} {cause}", f"a multiple of {parts} rows")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from meshpar.data import Ids, Preferences, Synthetic
+from meshpar.data.rows.config import RowData
 from meshpar.experiment.config import Precision, Run
 from meshpar.mesh.layout import MeshLayout
 from meshpar.models.reference import Scale, least_factor
@@ -33,23 +35,9 @@ def shrink(run: Run) -> Run:
     parallel = run.parallel.model_copy(update={"pipeline": schedule})
     passes = num_microbatches * parallel.num_microbatches
     batch_size = 2 * passes * scale.now("batch")
-    vocab_size = model.vocabulary() or run.data.vocab_size
-    data = Synthetic(
-        batch_size=batch_size,
-        seq_len=scale.small_seq_len,
-        vocab_size=vocab_size,
-        documents_in_row=run.data.documents_in_row,
-    )
-    if isinstance(run.data, Preferences):  # nothing reads its files
-        sizes = {
-            "batch_size": batch_size,
-            "seq_len": scale.small_seq_len,
-            "tokenizer": Ids(vocab_size=vocab_size, bos=0),
-        }
-        data = run.data.model_copy(update=sizes)
     changes = {
         "model": model,
-        "data": data,
+        "data": _small_data(run, model, batch_size, scale.small_seq_len),
         "mesh": mesh,
         "num_microbatches": num_microbatches,
         "parallel": parallel,
@@ -62,6 +50,18 @@ def shrink(run: Run) -> Run:
         "contract": None,
     }
     return run.model_copy(update=changes)
+
+
+def _small_data(run: Run, model: Any, batch_size: int, seq_len: int) -> Any:
+    """Data of fewer rows: the user's own rows as they are, or tokens in place of text."""
+    if isinstance(run.data, RowData):
+        return run.data.model_copy(update={"batch_size": batch_size})
+    vocab_size = model.vocabulary() or run.data.vocab_size
+    if isinstance(run.data, Preferences):  # nothing reads its files
+        ids = Ids(vocab_size=vocab_size, bos=0)
+        return run.data.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "tokenizer": ids})
+    joined = run.data.documents_in_row
+    return Synthetic(batch_size=batch_size, seq_len=seq_len, vocab_size=vocab_size, documents_in_row=joined)
 
 
 def small_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

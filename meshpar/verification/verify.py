@@ -6,8 +6,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import jax
 import numpy as np
 
 from meshpar.config import flatten
+from meshpar.data.rows.config import RowData
 from meshpar.errors import MeshError, MeshparError, VerificationError
 from meshpar.experiment.config import Run, as_run
-from meshpar.experiment.prepare import prepare
+from meshpar.experiment.prepare import Prepared, prepare
 from meshpar.mesh.join import share
 from meshpar.mesh.layout import MeshLayout, describe_sizes
 from meshpar.progress import busy
@@ -78,15 +80,25 @@ def verify(subject: Run | Training | Path | str, batches: Batches | None = None)
     with jax.enable_x64(True):
         if isinstance(subject, Run):
             small = shrink(subject)
-            training = _of_wide_loss(prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1))))
-            rng = np.random.default_rng(0)
-            sizes = (small.data.batch_size, small.data.seq_len, small.data.vocab_size)
-            drawn = [token_batch(rng, *sizes) for _ in range(NUM_STEPS)]
-            batches = [{name: batch[name] for name in training.batch_specs} for batch in drawn]
-            return _verify(training, batches, _changes(subject, small))
+            prepared = prepare(small, small.mesh.build(_devices(small.mesh.requested() or 1)))
+            found = _first_rows(prepared) if isinstance(small.data, RowData) else _drawn_tokens(small)
+            batches = [{name: batch[name] for name in prepared.batch_specs} for batch in found]
+            return _verify(_widened(prepared), batches, _changes(subject, small))
         if batches is None or len(batches) < 2:
             raise VerificationError("pass two batches or more, one for each step: the run is interrupted between them")
         return _verify(_widened(subject), [wide_batch(batch) for batch in batches], {})
+
+
+def _first_rows(prepared: Prepared) -> Batches:
+    """The first batches of the run's own rows."""
+    rows, _ = prepared.run.data.datasets(prepared.run.seed, prepared.bounds)
+    with closing(rows.batches()) as batches:
+        return [wide_batch(batch) for batch in islice(batches, NUM_STEPS)]
+
+
+def _drawn_tokens(run: Run) -> Batches:
+    rng = np.random.default_rng(0)
+    return [token_batch(rng, run.data.batch_size, run.data.seq_len, run.data.vocab_size) for _ in range(NUM_STEPS)]
 
 
 def _verify(training: Training, batches: Batches, shrunk: dict[str, tuple[Any, Any]]) -> Verification:
@@ -116,9 +128,11 @@ class _Checker:
         self.show = show
         self.half = len(batches) // 2
         self.sizes = {axis: size for axis, size in dict(training.mesh.shape).items() if size > 1}
-        # State such as batch statistics passes from one microbatch to the next, so it depends on their number. In 8
-        # bits the gradient of weights is scaled by the tokens of a microbatch.
-        needs_parts = training.carried or training.ctx.number_format
+        # State such as batch statistics passes from one microbatch to the next, and a user's loss draws numbers for the
+        # rows of a microbatch, so both depend on their number. In 8 bits the gradient of weights is scaled by the
+        # tokens of a microbatch.
+        draws_in_parts = training.key and not training.is_local
+        needs_parts = training.carried or draws_in_parts or training.ctx.number_format
         num_microbatches = training.ctx.num_passes if needs_parts else 1
         plain = Trial(training.on(mesh=_mesh({}), manual=False, num_microbatches=num_microbatches))
         began = time.perf_counter()
@@ -208,10 +222,7 @@ def _widened(training: Training) -> Training:
         return replace(spec, dtype=_wide_dtype(spec))
 
     trees = {name: jax.tree.map(widen, getattr(training, name)) for name in ("specs", "carried", "batch_specs")}
-    return _of_wide_loss(replace(training.on(compute_dtype=np.dtype("float64")), **trees))
-
-
-def _of_wide_loss(training: Training) -> Training:
+    training = replace(training.on(compute_dtype=np.dtype("float64")), **trees)
     if training.is_local:
         return training
     first = {name: of_model(getattr(training, name)) for name in ("init", "init_carried")}

@@ -20,7 +20,7 @@ from meshpar.parallel.pipeline import execute
 from meshpar.parallel.pipeline.get_schedule import get_schedule
 from meshpar.parallel.pipeline.partition import StagePartition
 from meshpar.parallel.strategies import Parallel
-from meshpar.partition import blocks
+from meshpar.partition import blocks, chain
 from meshpar.train.loss import LossSums
 from meshpar.train.program import shardings
 from meshpar.train.stale_weights import STALE
@@ -155,6 +155,44 @@ def alternating() -> Zoo:
         return jnp.square(x - batch["y"]).mean()
 
     return Zoo("alternating", init, loss, rows(), rules={"unnamed": ()}, draws=True)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jax.nn.relu(self.linear(x)))
+
+
+class Dropping(nnx.Module):
+    """Stacked layers, each of which counts the keys that its dropout drew."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(Layer))(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def dropping() -> Zoo:
+    with nnx.use_eager_sharding(False):
+        graph = nnx.graphdef(nnx.eval_shape(lambda: Dropping(rngs=nnx.Rngs(0))))
+
+    def init(key):
+        params = nnx.state(Dropping(rngs=nnx.Rngs(key)), nnx.Param)
+        return jax.tree.map(lambda x: x.astype(jnp.float64), params)
+
+    def counts(key):
+        return nnx.state(Dropping(rngs=nnx.Rngs(key)), nnx.Not(nnx.Param))
+
+    def loss(params, batch, key, carried):
+        model = nnx.merge(graph, params, carried)
+        error = jnp.square(model(batch["x"]) - batch["y"]).mean()
+        return error, {}, nnx.state(model, nnx.Not(nnx.Param))
+
+    return Zoo("dropping", init, loss, rows(), rules={"unnamed": ()}, carried=counts)
 
 
 def translating() -> Zoo:
@@ -493,11 +531,11 @@ def test_stages_share_rows(context, mesh):
     assert largest_difference(found.gradients, flatten_with_paths(one.grads)) < 1e-10
 
 
-@pytest.mark.slow
-def test_a_state_of_random_counts_passes_through_the_microbatches():
+@pytest.mark.parametrize("make", [pytest.param(MODELS["lm1b_nnx"], marks=pytest.mark.slow, id="lm1b"), dropping])
+def test_a_state_of_random_counts_passes_through_the_microbatches(make):
     """An NNX model whose dropout draws from counted keys: a step of two microbatches is one of two in turn."""
-    zoo = MODELS["lm1b_nnx"]()
-    params, carried = (moved(first(make, jax.random.key(0))) for make in (zoo.init, zoo.carried))
+    zoo = make()
+    params, carried = (moved(first(x, jax.random.key(0))) for x in (zoo.init, zoo.carried))
     params, carried = jax.device_get((params, without_keys(carried)))
 
     def step(**more):
@@ -509,6 +547,13 @@ def test_a_state_of_random_counts_passes_through_the_microbatches():
     wanted = step(mesh="alone", num_microbatches=2)
     for kind in ("loss", "gradients", "carried"):
         assert largest_difference(getattr(found, kind), getattr(wanted, kind)) < 1e-10
+
+
+def test_counts_that_stay_in_the_loop_over_layers_are_refused(monkeypatch):
+    monkeypatch.setattr(chain, "counters_apart", lambda flat: flat)
+    zoo = dropping()
+    with pytest.raises(ShardingError, match=r"computes the next carried\.layers\.dropout\.rngs\.count"):
+        piped(zoo, get_schedule("1f1b", 2, 2), "pipe2", carried=zoo.carried)
 
 
 def test_an_evaluation_in_stages_is_that_of_one_device():

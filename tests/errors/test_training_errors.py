@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -80,6 +81,8 @@ BATCHES = {
     "a number": ({"t": 3.0}, "batch['t']\n    is a float, not an array\n    numpy.asarray(x)"),
     "a tensor": ({"t": Tensor()}, "batch['t']\n    is a tensor of torch, and JAX reads NumPy's arrays\n    x.numpy()"),
     "fewer rows": ({"t": np.ones((8, 2))}, "different numbers of rows: x has 16, y has 16, t has 8\n    the same rows"),
+    "no rows": ({"x": ROWS["x"][:0], "y": ROWS["y"][:0]}, "0 rows cannot be cut into 8 equal parts"),
+    "texts": ({"t": np.array(["a"] * 16)}, "batch['t']\n    has the dtype <U1, and JAX has arrays of numbers"),
     "a taken name": ({"rows": np.ones(16)}, "batch['rows']\n    a step adds the index of each row under this name"),
 }
 
@@ -91,6 +94,41 @@ def test_an_example_that_is_no_batch_is_refused(case):
         made(batch=ROWS | more)
     assert str(error.value).startswith("this batch cannot be trained on:\n  batch")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": [1]}, "batch is a list, and no mapping of names to arrays"),
+        ({"mesh": 8}, "mesh is 8, and no mesh; pass its sizes, such as 'data=2 tensor=4'"),
+        ({"rules": None}, "AxisRules\n    expected a mapping, got None\n    {preset: ..., ...}"),
+        ({"tx": optax.sgd}, "and no optimizer; pass optax.adamw(1e-3)"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(arguments, message):
+    with pytest.raises((ConfigError, DataError), match=re.escape(message)):
+        made(**arguments)
+
+
+WRONG = {
+    "lowering": "mnaual", "rounding": "stoch", "number_format": "int4", "num_microbatches": -1, "num_steps": 0,
+    "seed": 1.5, "clip_norm": -1.0, "ema": 1.5, "compute_dtype": "int8", "accum_dtype": "bfloat61",
+    "params_dtype": int, "master_dtype": "int8", "strict": "no", "offload_optimizer": "no", "parallel": None,
+}  # fmt: skip
+
+
+def test_all_values_that_no_config_accepts_are_refused_at_once():
+    with pytest.raises(ConfigError) as error:
+        made(**WRONG)
+    lines = str(error.value).splitlines()
+    assert sorted(line.strip() for line in lines if re.match(r"  \w", line)) == sorted(WRONG)
+    assert "    expected 'manual' or 'auto', got 'mnaual'\n    did you mean manual?" in str(error.value)
+
+
+def test_numbers_of_numpy_and_mappings_of_strategies_are_accepted():
+    given = {"num_microbatches": np.int64(2), "clip_norm": np.float32(1), "seed": np.uint32(3)}
+    parallel = {"gradient_reduction": {"across": "int8"}}
+    assert made(**given, parallel=parallel).ctx == made(**given, parallel=REDUCED).ctx
 
 
 def test_rows_that_microbatches_do_not_divide_are_refused():

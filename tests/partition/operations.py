@@ -50,6 +50,18 @@ def soft(x):
 soft.defjvps(lambda t, out, x: t * jax.nn.sigmoid(x) * 1.5)
 
 
+TABLE = np.sin(np.arange(8.0))
+
+
+@jax.custom_vjp
+def tabled(x):
+    """It closes over a table, which JAX makes an operand without a gradient."""
+    return x * TABLE
+
+
+tabled.defvjp(lambda x: (x * TABLE, None), lambda _, ct: (jnp.clip(ct * TABLE, -0.5, 0.5),))
+
+
 def looped(w, x, s):
     def body(carry, xs):
         h = jnp.tanh(carry @ w + xs)
@@ -61,6 +73,15 @@ def looped(w, x, s):
 def stored(cache, x, index):
     """Writes a token into each row of a cache; an index beyond the last one is the last one."""
     return jax.vmap(lambda cache, x, i: lax.dynamic_update_slice(cache, x, (i, jnp.int32(0))))(cache, x, index)
+
+
+def halved(x):
+    """Halves each row until it is small: a loop with a condition for each row."""
+
+    def of_row(x):
+        return lax.while_loop(lambda c: jnp.abs(c[1]).max() > 0.3, lambda c: (c[0] + 1, c[1] / 2), (0, x))
+
+    return jax.vmap(of_row)(lax.stop_gradient(x))
 
 
 def bag(table, index):
@@ -276,6 +297,7 @@ OPERATIONS: dict[str, list[Case]] = {
     "custom_vjp_call": [
         (clipped, (X, floats(4, 8))),
         (lambda x, y: clipped(x, jnp.broadcast_to(y, x.shape)), (X, floats(8))),
+        (tabled, (X,)),
     ],
     "partitioned": [
         (partitioned("b s d, d -> b s d", lambda x, y: x * y), (ROWS.transpose(0, 2, 1), X[0])),
@@ -294,7 +316,8 @@ OPERATIONS: dict[str, list[Case]] = {
                 lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, lax.stop_gradient(x)))[1]
             ),
             (X,),
-        )
+        ),
+        (halved, (X,)),
     ],
     "cond": [(lambda x, y: lax.cond(x.sum() > 0, lambda a, b: a @ b.T, lambda a, b: b @ a.T, x, y), (X, floats(4, 8)))],
     "cholesky": [(lambda x: jnp.linalg.cholesky(x @ x.mT + jnp.eye(4)), (floats(4, 4, 4),))],

@@ -50,6 +50,23 @@ def pinned(spec):
     return loss
 
 
+def reads_around(params, batch, key):
+    scale = batch["x"].mean()
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * scale
+
+    scaled.defvjp(lambda x: (x * scale, None), lambda _, ct: (ct * scale,))
+    return scaled(batch["x"] @ params["w"]).mean()
+
+
+def test_a_derivative_that_reads_an_array_around_it_is_refused_with_its_line():
+    with pytest.raises(ShardingError, match=rf"{HERE}:\d+ \(reads_around\): the derivative of a custom_vjp reads") as e:
+        step_of(reads_around)
+    assert "give it to the function as an argument" in str(e.value)
+
+
 @pytest.mark.parametrize("loss", [calls_python, prints])
 def test_a_callback_is_refused_with_its_line(loss):
     with pytest.raises(ShardingError, match=rf"{HERE}:\d+ \({loss.__name__}\): .*_callback|debug_print") as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -79,6 +82,16 @@ def test_positions_that_are_made_in_shards_equal_one_device(shape):
         return x * jax.lax.broadcasted_iota(int, shape, len(shape) - 1)
 
     assert largest_difference(on_shards(function, (x,), axes)[0], on_one_device(function, (x,))[0]) < 1e-10
+
+
+@pytest.mark.parametrize("over", [("data", "tensor"), ()])
+def test_bytes_look_up_in_a_table_of_more_rows_than_a_byte_can_name(over):
+    """Against indices of 32 bits: JAX's gradient of a lookup by bytes is zero, its control here."""
+    table, index = np.random.default_rng(0).normal(size=(260, 2)), np.array([[3, 200], [255, 64]], np.uint8)
+    looked_up = partial(jnp.take, axis=0)
+    expected = on_one_device(looked_up, (table, np.int32(index)))
+    assert largest_difference(on_shards(looked_up, (table, index), ((over, ()), ((), ()))), expected) < 1e-10
+    assert largest_difference(on_one_device(looked_up, (table, index)), expected) > 0.1
 
 
 def used(function, arguments) -> set[str]:

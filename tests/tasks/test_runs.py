@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from sklearn import metrics as sklearn
 
-from meshpar import ConfigError, DataError
+from meshpar import ConfigError, DataError, verify
 from meshpar.experiment.held_out import check_short_batch
 from meshpar.experiment.prepare import prepare
 from meshpar.interop import user_code
+from meshpar.partition import moved
 from tests.tasks import own, runs
 
 ROWS = 1003
@@ -80,6 +81,19 @@ def test_a_model_with_statistics_is_equal_to_one_device(tmp_path, float64, layou
     assert 0 < expected[2]["tokens"] < 16
     found = runs.after_steps(in_float64(tmp_path, LAYOUTS[layout], **changes))
     runs.assert_close(expected, found, 1e-10)
+
+
+def test_a_run_on_rows_of_ones_own_is_verified_and_a_fault_is_found(tmp_path, monkeypatch):
+    own_rows = runs.run(tmp_path, data={"batch_size": 64}, mesh={"data": 2}, rules=["replicated"])
+    found = verify(own_rows)
+    assert found.is_equal and found.shrunk == {"data.batch_size": (64, 4)}
+    perform = moved._perform
+
+    def doubled(move, x):
+        return perform(move, x) * (2 if move.kind == "all-reduce" else 1)
+
+    monkeypatch.setattr(moved, "_perform", doubled)
+    assert [row.name for row in verify(own_rows).culprits] == ["data=2"]
 
 
 NOISY = {"transform": "tests.tasks.own:noisy"}

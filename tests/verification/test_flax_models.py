@@ -110,7 +110,7 @@ def test_a_linen_model_is_inspected(cnn):
     assert "state.params.Conv_0.kernel" in tensors
 
 
-def test_an_nnx_model_is_verified():
+def test_an_nnx_model_whose_microbatches_draw_is_verified():
     graph, _ = nnx.split(nnx.eval_shape(lambda: MLP(16, 32, 10, rngs=nnx.Rngs(0))), nnx.Param)
 
     def init(key):
@@ -121,9 +121,10 @@ def test_an_nnx_model_is_verified():
         logits = model(batch["image"].reshape(-1, 16), rngs=nnx.Rngs(dropout=key))
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-    mesh = MeshLayout(data=4).build(jax.devices()[:4])
+    mesh = MeshLayout(data=2).build(jax.devices()[:2])
     rules = AxisRules(preset="replicated", unnamed=())
-    mlp = training(init, loss, optax.adamw(1e-2), digits(0, 4), mesh=mesh, rules=rules, draws=True)
+    more = {"draws": True, "num_microbatches": 2}
+    mlp = training(init, loss, optax.adamw(1e-2), digits(0, 4), mesh=mesh, rules=rules, **more)
     proof = verify(mlp, [digits(seed, 4) for seed in range(2)])
     assert proof.is_equal, str(proof)
     assert proof.draws

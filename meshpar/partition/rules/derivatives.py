@@ -4,6 +4,9 @@ JAX differentiates the program on shards, so it would differentiate through such
 backward are traced with whole shapes, and each is planned as any program. On shards the function is a `custom_vjp`
 again, whose two halves are these plans.
 
+JAX differentiates no operand that the function closed over, such as a table of coefficients. These come first, and the
+function on shards closes over them again.
+
 A value that is typed as varying over an axis, and whose copies are equal there, has a gradient that is the sum of the
 devices' parts: a cotangent is pending over such axes.
 """
@@ -16,14 +19,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
+from meshpar.errors import ShardingError
 from meshpar.mesh.varying import Axes
 from meshpar.partition.layout import Layout
 from meshpar.partition.plan import Placed, Scope
 from meshpar.partition.program import Program, Use
 from meshpar.partition.rules.calls import inlined
 from meshpar.partition.rules.rule import Rule
+from meshpar.partition.source import Source
 
 
 def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -33,6 +39,7 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     placed = [scope.settled(node, source=scope.source(eqn)) for node in nodes]
     ins = [one.layout for one in placed]
     traced = traced_halves(eqn, ins)
+    _check_arguments(scope.source(eqn), traced)
     primal = _Half.planned(scope, traced.primal, ins)
     forward = _Half.planned(scope, traced.forward, ins)
     outs = [
@@ -44,11 +51,21 @@ def with_own_derivative(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[An
     backward = _Half.planned(scope, traced.backward, [*saved, *cotangents])
     primal.return_in(outs)
     forward.return_in(outs)
-    floats = _floats(ins, ins)
+    given = ins[_closed_over(eqn) :]
+    floats = _floats(given, given)
     backward.return_in(floats, [_copies(scope, layout) for layout in floats])
-    function = _on_shards(primal.program, forward.program, backward.program, ins, outs)
+    function = _on_shards(primal.program, forward.program, backward.program, given, outs)
     uses = [Use(one.register, one.layout.axes, one.layout.varies) for one in placed]
     return scope.step(function, uses, outs, scope.source(eqn), ((primal.program, 1),))
+
+
+def _check_arguments(source: Source, traced: _Traced) -> None:
+    """Raises ShardingError if a half reads a value of the program around it, which no longer exists."""
+    consts = (*traced.forward.consts, *traced.backward.consts)
+    if any(isinstance(x, Tracer) for x in consts):
+        what = f"{source.line}: the derivative of a {source.name.removesuffix('_call')} reads an array that the code"
+        fix = "give it to the function as an argument, as jax.grad of jax.jit needs too"
+        raise ShardingError(f"{what} around it computes; {fix}")
 
 
 def linear_solve(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
@@ -61,6 +78,11 @@ def linear_solve(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     consts = nodes[before : before + lengths.solve]
     right = nodes[before + lengths.solve + lengths.transpose_solve :]
     return scope.plan(solve.jaxpr, solve.consts, [*consts, *right])
+
+
+def _closed_over(eqn: Any) -> int:
+    """The number of operands that the function closed over; they come first."""
+    return eqn.params.get("num_consts", 0)
 
 
 def _copies(scope: Scope, layout: Layout) -> Axes:
@@ -112,23 +134,32 @@ class _Half:
 
 
 def _on_shards(
-    primal: Program, forward: Program, backward: Program, ins: Sequence[Layout], outs: Sequence[Layout]
+    primal: Program, forward: Program, backward: Program, given: Sequence[Layout], outs: Sequence[Layout]
 ) -> Callable[..., Any]:
-    """The function on local shards, with its derivative."""
+    """The function on local shards, with its derivative.
 
-    @jax.custom_vjp
+    Args:
+      given: the layouts of the operands that it does not close over.
+    """
+
     def function(*shards: Any) -> Any:
-        return tuple(primal.run(*shards))
+        closed_over = shards[: len(shards) - len(given)]
 
-    def run_forward(*shards: Any) -> Any:
-        found = forward.run(*shards)
-        return tuple(found[: len(outs)]), found[len(outs) :]
+        @jax.custom_vjp
+        def of_given(*shards: Any) -> Any:
+            return tuple(primal.run(*closed_over, *shards))
 
-    def run_backward(saved: Any, grads: Any) -> Any:
-        found = iter(backward.run(*saved, *_floats(grads, outs)))
-        return tuple(next(found) if _is_float(layout) else None for layout in ins)
+        def run_forward(*shards: Any) -> Any:
+            found = forward.run(*closed_over, *shards)
+            return tuple(found[: len(outs)]), found[len(outs) :]
 
-    function.defvjp(run_forward, run_backward)
+        def run_backward(saved: Any, grads: Any) -> Any:
+            found = iter(backward.run(*saved, *_floats(grads, outs)))
+            return tuple(next(found) if _is_float(layout) else None for layout in given)
+
+        of_given.defvjp(run_forward, run_backward)
+        return of_given(*shards[len(closed_over) :])
+
     return function
 
 
@@ -152,15 +183,19 @@ def traced_halves(eqn: Any, ins: Sequence[Any]) -> _Traced:
     def call(*arguments: Any) -> list[Any]:
         return list(eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params)))
 
+    first = _closed_over(eqn)
+
     def differentiated(*arguments: Any) -> tuple[Any, Any, Any]:
         """(results with a gradient, their pullback, all results)."""
+        closed_over, given = arguments[:first], arguments[first:]
 
         def of_floats(*floats: Any) -> Any:
             left = iter(floats)
-            outs = call(*(next(left) if _is_float(one) else x for x, one in zip(arguments, ins, strict=True)))
+            every = (next(left) if _is_float(one) else x for x, one in zip(given, ins[first:], strict=True))
+            outs = call(*closed_over, *every)
             return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)], outs
 
-        return jax.vjp(of_floats, *_floats(arguments, ins), has_aux=True)
+        return jax.vjp(of_floats, *_floats(given, ins[first:]), has_aux=True)
 
     def forward(*arguments: Any) -> list[Any]:
         _, pullback, outs = differentiated(*arguments)

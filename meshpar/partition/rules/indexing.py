@@ -40,6 +40,7 @@ def gather(eqn: Any) -> Signature:
     summed = tuple(looked_up.values())
 
     def compute(call: Call, x: jax.Array, index: jax.Array) -> list[jax.Array]:
+        index = _wide(index)
         local_sizes = tuple(
             1 if size == 1 and (d in looked_up or d in removed) else (x.shape[d] if size == operand.shape[d] else size)
             for d, size in enumerate(sizes)
@@ -50,6 +51,14 @@ def gather(eqn: Any) -> Signature:
         return [_lookup(eqn, operand, x, index, local_sizes, axes, numbers)]
 
     return Signature((tuple(table), (*rows, None)), (out,), compute, summed=summed)
+
+
+def _wide(index: jax.Array) -> jax.Array:
+    """An index that can hold each row of the table.
+
+    Bytes of text are often uint8. In a table of more than 256 rows JAX's own gradient of such a lookup is zero.
+    """
+    return index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
 
 
 def _lookup(eqn: Any, operand: Any, x: Any, index: Any, sizes: Any, axes: dict[int, Any], numbers: Any) -> jax.Array:
@@ -141,6 +150,7 @@ def _local_scatter(eqn: Any, operand: Any, looked_up: dict[int, Any], rows: tupl
     numbers = eqn.params["dimension_numbers"]
 
     def compute(call: Call, x: jax.Array, index: jax.Array, updates: jax.Array) -> list[jax.Array]:
+        index = _wide(index)
         shared = call.axes(*rows)
         if shared:  # the operand itself counts once in the sum
             x = jnp.where(lax.axis_index(shared) == 0, x, jnp.zeros_like(x))

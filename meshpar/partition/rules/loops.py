@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 from meshpar.mesh.varying import Axes
 from meshpar.parallel.context import platform
@@ -229,6 +229,8 @@ def _stacked(layout: Layout, length: int) -> Layout:
 def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
     """A loop of unknown length. All devices decide alike, for the condition is computed whole."""
     params = eqn.params
+    if params["cond_jaxpr"].out_avals[0].ndim:
+        params, nodes = _with_one_condition(params, nodes)
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     consts = [scope.settled(node, source=scope.source(eqn)) for node in nodes[: num_cond + num_body]]
     starts = nodes[num_cond + num_body :]
@@ -252,6 +254,30 @@ def while_(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
         )
 
     return scope.step(compute, arguments, carried, scope.source(eqn), ((body.scope.program, 1),))
+
+
+def _with_one_condition(params: Mapping[str, Any], nodes: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """A loop that `vmap` made, in which each row has a condition: it runs until all are done, which then stay."""
+    num_cond = params["cond_nconsts"]
+    num_consts = num_cond + params["body_nconsts"]
+    goes_on, step = jaxpr_as_fun(params["cond_jaxpr"]), jaxpr_as_fun(params["body_jaxpr"])
+
+    def any_goes_on(*arguments: Any) -> Any:
+        return [goes_on(*arguments)[0].any()]
+
+    def body(*arguments: Any) -> Any:
+        consts, before = arguments[:num_consts], arguments[num_consts:]
+        (going,) = goes_on(*consts[:num_cond], *before)
+        after = step(*consts[num_cond:], *before)
+        places = range(going.ndim)
+        return [
+            lax.select(lax.broadcast_in_dim(going, x.shape, places), x, y) for x, y in zip(after, before, strict=True)
+        ]
+
+    of_condition = params["cond_jaxpr"].in_avals
+    of_body = [*of_condition[:num_cond], *params["body_jaxpr"].in_avals]
+    more = {"cond_jaxpr": jax.make_jaxpr(any_goes_on)(*of_condition), "body_jaxpr": jax.make_jaxpr(body)(*of_body)}
+    return {**params, **more, "body_nconsts": num_consts}, [*nodes[:num_cond], *nodes]
 
 
 def cond(scope: Scope, eqn: Any, nodes: list[Any]) -> Sequence[Any]:
