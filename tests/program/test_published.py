@@ -21,13 +21,17 @@ from meshpar.planning.torch_ring import around_a_ring
 
 TOLD = 0.05
 """From this difference on, the ranks of two rows of a source must be right."""
-AHEAD = {
-    # With twice the devices and the tokens of a row, steps took 1.53 times as long from 1 to 2, 2.37 from 2 to 4,
-    # and 1.95 from 4 to 8 devices; those of 405B, whose devices have as many tokens, 1.62, 1.52 and 1.94. No model of
-    # equal steps around a ring is near all of them.
-    "8B on 8, context 8": 0.24,
-}
-"""Rows whose tokens a second are predicted too high -> the largest error."""
+AHEAD = ("8B on 8, context 8",)
+"""Rows whose tokens a second are further from what was published than a fifth.
+
+With twice the devices and the tokens of a row, steps took 1.53 times as long from 1 to 2, 2.37 from 2 to 4, and 1.95
+from 4 to 8 devices; those of 405B, whose devices have as many tokens, 1.62, 1.52 and 1.94. No model of equal steps
+around a ring is near all of them.
+"""
+RATIOS = ("context 4 over 1", "context 8 over 1")
+"""Ratios that are further away than six hundredths, for the same reason."""
+HEAVY = ("405B on 512, interleaved", "70B on 256", "405B on 512, 32768 tokens")
+"""Rows whose memory is further away than a tenth."""
 
 
 @cache
@@ -73,11 +77,15 @@ def test_an_llama_on_eight_gpus_is_no_faster_than_published():
 @pytest.mark.slow
 def test_tokens_a_second_are_within_a_fifth_and_the_median_within_eight_per_cent():
     for errors in (whole().errors, whole().left_out):
-        others = {name: error for name, error in errors.items() if name not in AHEAD}
-        assert max(map(abs, others.values())) < 0.2
+        assert max(abs(error) for name, error in errors.items() if name not in AHEAD) < 0.2
         assert statistics.median(map(abs, errors.values())) < 0.08
-        for name, most in AHEAD.items():
-            assert 0.2 < errors[name] < most, "mended: take it out of AHEAD"
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="see AHEAD")
+@pytest.mark.parametrize("name", AHEAD)
+def test_rows_that_are_ahead_are_within_a_fifth(name):
+    assert abs(whole().errors[name]) < 0.2
 
 
 @pytest.mark.slow
@@ -111,19 +119,32 @@ def test_a_plan_states_how_published_steps_compare():
         assert one.took == pytest.approx(one.source.took, abs=0.01), one.source.name
 
 
+def ratios() -> dict[str, float]:
+    return {name: predicted / published - 1 for name, (published, predicted) in whole().of_ratios.items()}
+
+
 @pytest.mark.slow
 def test_ratios_are_within_six_per_cent():
-    off = {name: predicted / published - 1 for name, (published, predicted) in whole().of_ratios.items()}
-    known = {"context 4 over 1": 0.172, "context 8 over 1": 0.211}
-    for name, error in off.items():
-        assert abs(error) < known.get(name, 0.06), (name, error)
+    assert not {name: off for name, off in ratios().items() if name not in RATIOS and abs(off) >= 0.06}
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="see RATIOS")
+@pytest.mark.parametrize("name", RATIOS)
+def test_ratios_that_are_off_are_within_six_per_cent(name):
+    assert abs(ratios()[name]) < 0.06
 
 
 @pytest.mark.slow
 def test_memory_is_within_a_tenth():
-    known = {"405B on 512, interleaved": 0.15, "70B on 256": 0.115, "405B on 512, 32768 tokens": 0.101}
-    for name, error in whole().memory.items():
-        assert abs(error) < known.get(name, 0.1), (name, error)
+    assert not {name: off for name, off in whole().memory.items() if name not in HEAVY and abs(off) >= 0.1}
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="see HEAVY")
+@pytest.mark.parametrize("name", HEAVY)
+def test_memory_that_is_off_is_within_a_tenth(name):
+    assert abs(whole().memory[name]) < 0.1
 
 
 def test_a_loss_that_is_not_compiled_reserves_its_own_bytes_of_each_logit():
