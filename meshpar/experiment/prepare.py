@@ -339,7 +339,9 @@ def _kinds(run: Run, model: ModelProgram, specs: Any) -> Any:
     copies = {one.key: given for one in model.added if one.is_of_loss}
     carried = model.carried | copies if copies else model.carried
     key = jax.eval_shape(partial(step_key, run.seed), 0) if model.uses_rng else None
-    by_use = kinds_of(model.loss, given, _arrays(run), key, carried)
+    elsewhere = run.model.on_any_device()
+    loss = model.loss if elsewhere is run.model else elsewhere.program(task_of(run)).loss
+    by_use = kinds_of(loss, given, _arrays(run), key, carried)
     return jax.tree.map(_is_table_by_either, by_use, specs)
 
 

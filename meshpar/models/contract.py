@@ -159,6 +159,10 @@ class ModelContract(Config):
         """Returns a small model of the same structure, for `verify`. Default: the model itself."""
         return self
 
+    def on_any_device(self) -> Self:
+        """Returns a model of the same parameters that any device can compute. Default: the model itself."""
+        return self
+
     def array_specs(self) -> Any:
         """Tree of `ArraySpec` of the parameters; None if only importing the model can determine them."""
         return None

@@ -14,7 +14,7 @@ from flax import nnx
 from meshpar.errors import Problems
 from meshpar.models.contract import LayerStack, ModelContract, ModelProgram, Task
 from meshpar.models.reference import Scale, decoder_sizes
-from meshpar.nn.attention import context_parallel
+from meshpar.nn.attention import Auto, context_parallel
 from meshpar.nn.attention.kernel import Kernel
 from meshpar.nn.attention.setting import Setting, of_run
 from meshpar.nn.compressed import dequantized
@@ -192,6 +192,9 @@ class DecoderModel(Decoder, ModelContract):
 
     def reference(self, scale: Scale) -> Self:
         return type(self).model_validate(self.model_dump() | decoder_sizes(self, scale))
+
+    def on_any_device(self) -> Self:
+        return self.model_copy(update={"attention": Auto()}) if isinstance(self.attention, Kernel) else self
 
     def vocabulary(self) -> int:
         return self.vocab_size
