@@ -15,7 +15,7 @@ class GPT(DecoderModel):
     """A decoder with LayerNorm, learned positions, GELU and biases.
 
     >>> GPT(num_layers=3, hidden_size=32, num_heads=4, intermediate_size=64, pad_layers_to_multiple=2).layer_stack()
-    LayerStack(counts=(3,), multiple=2)
+    LayerStack(counts=(3,), multiple=2, can_pad=True)
     """
 
     kind: Literal["gpt"] = "gpt"
