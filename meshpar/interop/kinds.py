@@ -27,6 +27,6 @@ def kinds_of(loss: Loss, specs: Any, batch: Mapping[str, ArraySpec], key: Any = 
 
     params, batch, carried = jax.tree.map(struct, (specs, dict(batch), carried or {}))
     rows = jax.eval_shape(with_rows, batch)
-    with tracing(None):
+    with tracing("cpu"):  # without asking JAX, which would start a backend
         traced = jax.make_jaxpr(lambda *arguments: loss(*arguments).loss)(params, rows, key, carried)
     return matrices(traced, params)

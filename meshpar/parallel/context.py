@@ -248,7 +248,7 @@ def prefetch_option(platform: str | None) -> dict[str, str | bool]:
     return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 
 
-_current: ContextVar[ParallelContext | None] = ContextVar("meshpar_context", default=None)
+_current: ContextVar[ParallelContext | str | None] = ContextVar("meshpar_context", default=None)
 _in_cache_keys = jax.make_user_context(None)
 """The same context as a part of the keys of JAX's caches. Otherwise a function that was traced for one context, such as
 a `jax.jit` or the body of a `lax.scan`, would be reused for another one, with the constraints of the first."""
@@ -261,11 +261,11 @@ def _key(ctx: ParallelContext) -> object:
 
 
 @contextmanager
-def tracing(ctx: ParallelContext | None) -> Iterator[None]:
-    """Traces the code inside the `with` block for this context, or for one device if it is None."""
+def tracing(ctx: ParallelContext | str | None) -> Iterator[None]:
+    """Traces the code inside the `with` block for this context, or for one device: of JAX, or of the platform named."""
     token = _current.set(ctx)
     try:
-        with _in_cache_keys(None if ctx is None else _key(ctx)):
+        with _in_cache_keys(_key(ctx) if isinstance(ctx, ParallelContext) else ctx):
             yield
     finally:
         _current.reset(token)
@@ -273,26 +273,27 @@ def tracing(ctx: ParallelContext | None) -> Iterator[None]:
 
 def current() -> ParallelContext | None:
     """The context of the program that is being traced; None on one device."""
-    return _current.get()
+    ctx = _current.get()
+    return ctx if isinstance(ctx, ParallelContext) else None
 
 
 def platform() -> str:
     """The platform that the program is compiled for, such as `cpu`. A mesh without devices counts as CPUs."""
     ctx = _current.get()
-    if ctx is None:
-        return jax.default_backend()
+    if not isinstance(ctx, ParallelContext):
+        return ctx or jax.default_backend()
     return platform_of(ctx.mesh) or "cpu"
 
 
 def manual() -> ParallelContext | None:
     """The context, if the code is traced inside the manual lowering's `shard_map`; else None."""
-    ctx = _current.get()
+    ctx = current()
     return ctx if ctx is not None and ctx.manual else None
 
 
 def planned() -> ParallelContext | None:
     """The context, if a program of whole arrays is traced that `partition` plans; else None."""
-    ctx = _current.get()
+    ctx = current()
     return ctx if ctx is not None and ctx.is_planned else None
 
 
@@ -326,7 +327,7 @@ def constrain(x: jax.Array, *dims: str) -> jax.Array:
     if len(dims) != x.ndim or not all(dim and isinstance(dim, str) for dim in dims):
         fix = "give a name for each dim, as in constrain(x, 'batch', 'embed'); one that stays whole has the rule []"
         raise ShardingError(f"constrain{dims}: the array has {x.ndim} dims, {x.shape}; {fix}")
-    ctx = _current.get()
+    ctx = current()
     if ctx is None or ctx.manual:
         return x
     _check(x.shape, dims, ctx)

@@ -168,7 +168,9 @@ class LossOnMesh:
         """A loss of whole arrays, partitioned, with the state of strategies that it reads."""
         copies = self._copies
         carried = self.carried | dict.fromkeys(copies, self.specs) if copies else self.carried
-        return PartitionedLoss(loss, self.specs, batch, carried, with_attention, copies)
+        # A model that reads its positions from the batch has attention that is an operation already.
+        rewrite = (lambda closed: closed) if self.ctx.reads_positions else with_attention
+        return PartitionedLoss(loss, self.specs, batch, carried, rewrite, copies)
 
     @property
     def _structs(self) -> tuple[Any, Any, Any, Any]:
