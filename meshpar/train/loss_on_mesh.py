@@ -168,8 +168,7 @@ class LossOnMesh:
         """A loss of whole arrays, partitioned, with the state of strategies that it reads."""
         copies = self._copies
         carried = self.carried | dict.fromkeys(copies, self.specs) if copies else self.carried
-        # A model that reads its positions from the batch has attention that is an operation already.
-        rewrite = (lambda closed: closed) if self.ctx.reads_positions else with_attention
+        rewrite = with_attention if self._writes_attention else (lambda closed: closed)
         return PartitionedLoss(loss, self.specs, batch, carried, rewrite, copies)
 
     @property
@@ -188,7 +187,12 @@ class LossOnMesh:
     @cached_property
     def attention(self) -> list[Found]:
         """The attention that is written out: what a core computes, and what is left as it is written, and why."""
-        return rewritten(self._traced_loss)[1] if self.ctx.manual and not self.is_local else []
+        return rewritten(self._traced_loss)[1] if self.ctx.manual and self._writes_attention else []
+
+    @property
+    def _writes_attention(self) -> bool:
+        """Whether attention may be written out in the loss. One that reads positions from the batch has operations."""
+        return not (self.is_local or self.ctx.reads_positions)
 
     @cached_property
     def activations(self) -> list[MovedValue]:

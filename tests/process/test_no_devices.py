@@ -11,10 +11,12 @@ from pathlib import Path
 from jax._src import xla_bridge
 from meshpar.experiment.actions import explain
 from meshpar.experiment.prepare import prepare
-from meshpar.experiment.config import load
+from meshpar.experiment.config import Run, load
 
 run = load(Path("configs/tensor.yaml"))
 assert str(explain(run))
+shared = {"mesh": {"context": 2}, "rules": "context", "parallel": {"context": "ring"}}
+assert "ring" in str(explain(Run.model_validate(run.model_dump() | shared)))
 forms = {platform: prepare(run, run.mesh.abstract(platform=platform)).traced_bytes for platform in ("cpu", "gpu")}
 print(all(forms.values()), xla_bridge._backends)
 """
