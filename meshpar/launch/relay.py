@@ -82,9 +82,12 @@ def _pass_on(source: int, target: int, lines: FileIO) -> None:
 
 
 def _without_begun_noise(text: bytes) -> tuple[bytes, bytes]:
-    """A text without the line of Gloo that it ends in, and that line: Gloo writes it in pieces."""
-    start = text.rfind(_GLOO)
-    if start < 0 or b"\n" in text[start:]:
+    """A text without the line of Gloo that it ends in, and that line.
+
+    Gloo writes a line in pieces, and two of its threads write theirs in turn: a line may begin twice.
+    """
+    start = text.find(_GLOO, text.rfind(b"\n") + 1)
+    if start < 0:
         start = next((len(text) - n for n in range(len(_GLOO), 0, -1) if text.endswith(_GLOO[:n])), len(text))
     return text[:start], text[start:]
 
